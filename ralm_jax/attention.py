@@ -1,0 +1,65 @@
+"""Causal attention with grouped key/value heads.
+
+Queries go in blocks of 128 rows, each against its own prefix of the keys: half of the T x T products are masked away
+by causality, and most of those are never formed. Heads lead (B, K, G*t, H), so that each block is one plain matrix
+product a key/value head.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+BLOCK = 128
+MAX_BLOCKS = 32  # the blocks are unrolled: very long windows take larger ones, to keep compilation short
+
+IMPLEMENTATIONS = ("auto", "xla")
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    scale: float,
+    valid: Bool[Array, "B T"] | None = None,
+    impl: str = "auto",
+) -> Float[Array, "B T N H"]:
+    """softmax(scale * q k^T) v over each query's past; query head n reads key/value head n // (N // K).
+
+    Scores and softmax are float32. Rows without a single valid key give finite numbers (never NaN), which nobody reads.
+
+    Args:
+        valid: real tokens, for batches with padding; None if every token is real.
+        impl: "xla", or "auto" for the best that the device has.
+
+    Raises:
+        ValueError: `impl` is not one of `IMPLEMENTATIONS`.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"attention {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    block = max(BLOCK, -(-length // MAX_BLOCKS))
+
+    queries = (q * scale).reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)  # B K G T H
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # B K S H
+    outputs = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        rows = stop - start
+        query = queries[:, :, :, start:stop].reshape(batch, kv_heads, group * rows, head_dim)
+        scores = jnp.einsum("bkth,bksh->bkts", query, keys[:, :, :stop], preferred_element_type=jnp.float32)
+        mask = (jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :])[None]
+        if valid is not None:
+            mask = mask & valid[:, None, :stop]
+        mask = jnp.tile(mask, (1, group, 1))[:, None]  # (B or 1) 1 (G t) S
+        scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+        total = weights.sum(axis=-1, keepdims=True)
+        output = jnp.einsum(
+            "bkts,bksh->bkth", weights.astype(v.dtype), values[:, :, :stop], preferred_element_type=jnp.float32
+        )
+        outputs.append((output / total).astype(v.dtype).reshape(batch, kv_heads, group, rows, head_dim))
+    merged = jnp.concatenate(outputs, axis=3)  # B K G T H
+    return merged.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)

@@ -1,0 +1,56 @@
+"""MODEL on the command line: a folder, a .gguf file, or a Hugging Face id."""
+
+import re
+from pathlib import Path
+
+from ralm_jax.errors import RalmError, UsageError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def locate(model: str, *, weights: bool = True) -> Path:
+    """The local folder or .gguf file of `model`; an id is fetched through `huggingface_hub` and its cache.
+
+    Args:
+        weights: fetch the weights too, not only configuration and tokenizer.
+
+    Raises:
+        UsageError: no such folder or file, and no Hugging Face id either.
+        RalmError: the id cannot be fetched (unknown, gated, no network, or offline mode and not in the cache).
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise UsageError(f"{model}: a model is a folder, a .gguf file or a Hugging Face id, not this file")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith(".") or model.endswith(".gguf"):
+        raise UsageError(f"{model}: no such folder or file")
+    return fetch(model, weights)
+
+
+def fetch(model: str, weights: bool) -> Path:
+    """Downloads what is needed of a Hugging Face id, or finds it in the cache (HF_HUB_OFFLINE=1: only there)."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    patterns = ["config.json", *TOKENIZER_FILES]
+    if weights:
+        patterns += ["*.safetensors", "model.safetensors.index.json"]
+    offline = " (offline mode, HF_HUB_OFFLINE, is on)" if constants.HF_HUB_OFFLINE else ""
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except errors.LocalEntryNotFoundError:
+        raise RalmError(
+            f"{model}: no such folder, and not in the Hugging Face cache nor reachable on the hub{offline}"
+        ) from None
+    except errors.HFValidationError:
+        raise UsageError(f"{model}: no such folder, and not a Hugging Face id") from None
+    except (errors.HTTPError, OSError) as error:  # unknown or gated repository, no network, an incomplete snapshot
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RalmError(f"{model}: could not be fetched from the hub: {reason}") from None

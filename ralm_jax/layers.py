@@ -1,0 +1,148 @@
+"""The parts that every family is made of: parameters with logical axes, projections, norms, attention, MLPs.
+
+Letters, here and everywhere: B batch, T query length, S key length, D model, F feed-forward, N heads, K key/value
+heads, H head dim, V vocabulary, L layers. A module computes in the dtype of its parameters; norms, softmax and
+logits are float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from ralm_jax.attention import attend
+from ralm_jax.config import ReaderConfig
+from ralm_jax.rope import rotate_half
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any, *, init: str = "normal"
+) -> nnx.Param:
+    """One tensor: shape, logical axes, dtype and initialisation ("normal", "zeros" or "ones") in one record."""
+    initializer = {
+        "normal": nnx.initializers.normal(0.02),
+        "zeros": nnx.initializers.zeros_init(),
+        "ones": nnx.initializers.ones_init(),
+    }[init]
+    return nnx.Param(initializer(rngs.params(), shape, dtype), out_sharding=axes)
+
+
+def broadcast_over(values: jax.Array, x: jax.Array) -> jax.Array:
+    """`values` (a parameter over the last axes of `x`) with leading axes: ranks never promote silently."""
+    return values.reshape((1,) * (x.ndim - values.ndim) + values.shape)
+
+
+class Linear(nnx.Module):
+    """y = x W + b over one or more axes: (..., *inputs) -> (..., *outputs)."""
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        bias: bool,
+        rngs: nnx.Rngs,
+        dtype: Any,
+    ):
+        """`inputs` and `outputs` map logical axis names to sizes, in order."""
+        sizes = (*inputs.values(), *outputs.values())
+        self.contracted = len(inputs)
+        self.kernel = parameter(rngs, sizes, (*inputs, *outputs), dtype)
+        self.bias = parameter(rngs, tuple(outputs.values()), tuple(outputs), dtype, init="zeros") if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tensordot(x, self.kernel[...], axes=self.contracted)
+        return y if self.bias is None else y + broadcast_over(self.bias[...], y)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors; `logits` uses it as a tied head."""
+
+    def __init__(self, rows: int, features: int, *, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any):
+        self.table = parameter(rngs, (rows, features), axes, dtype)
+
+    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return jnp.take(self.table[...], ids, axis=0)
+
+    def logits(self, x: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
+        return jnp.einsum("brd,vd->brv", x, self.table[...], preferred_element_type=jnp.float32)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation with scale and bias, computed in float32."""
+
+    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: Any):
+        self.epsilon = epsilon
+        self.scale = parameter(rngs, (features,), ("embed",), dtype, init="ones")
+        self.bias = parameter(rngs, (features,), ("embed",), dtype, init="zeros")
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + self.epsilon)
+        scale, bias = (broadcast_over(p[...], x).astype(jnp.float32) for p in (self.scale, self.bias))
+        return (normed * scale + bias).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32; casts back first, then scales, as Hugging Face's Llama does."""
+
+    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: Any):
+        self.epsilon = epsilon
+        self.scale = parameter(rngs, (features,), ("embed",), dtype, init="ones")
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + self.epsilon)
+        return normed.astype(x.dtype) * broadcast_over(self.scale[...], x)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with K key/value heads for N query heads; rotary where phases are given."""
+
+    def __init__(self, config: ReaderConfig, *, bias: bool, out_bias: bool, scale: float, rngs: nnx.Rngs, dtype: Any):
+        embed, heads = {"embed": config.hidden_size}, {"heads": config.num_heads, "head_dim": config.head_dim}
+        kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        self.q = Linear(embed, heads, bias=bias, rngs=rngs, dtype=dtype)
+        self.k = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
+        self.v = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
+        self.o = Linear(heads, embed, bias=out_bias, rngs=rngs, dtype=dtype)
+        self.scale = scale
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"] | None = None,
+        phases: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Float[Array, "B T D"]:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if phases is not None:
+            q, k = rotate_half(q, phases), rotate_half(k, phases)
+        return self.o(attend(q, k, v, scale=self.scale, valid=valid))
+
+
+class MLP(nnx.Module):
+    """down(act(up x)), or down(act(gate x) * up x) where `gated`."""
+
+    def __init__(self, config: ReaderConfig, *, gated: bool, bias: bool, rngs: nnx.Rngs, dtype: Any):
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.mlp_size}
+        self.activation = config.activation
+        self.gate = Linear(embed, mlp, bias=bias, rngs=rngs, dtype=dtype) if gated else None
+        self.up = Linear(embed, mlp, bias=bias, rngs=rngs, dtype=dtype)
+        self.down = Linear(mlp, embed, bias=bias, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        act = ACTIVATIONS[self.activation]
+        hidden = act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x)
+        return self.down(hidden)

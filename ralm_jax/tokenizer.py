@@ -1,0 +1,258 @@
+"""Tokenizers, from a folder, a tokenizer file or a GGUF file, with one explicit policy for special tokens.
+
+`encode` never adds special tokens. What a tokenizer would add by default (BOS for LLaMA and OPT, nothing for GPT-2)
+stands in `prefix` and `suffix`, and whoever builds a window decides whether it goes in.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.hub import locate
+from ralm_jax.sources import GGUFFile, open_gguf
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to tokens and back.
+
+    Attributes:
+        prefix: special tokens that the tokenizer puts in front of a text by default (BOS, or nothing).
+        suffix: those that it puts behind.
+    """
+
+    backend: tokenizers.Tokenizer
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    origin: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 tokens of `text`, without special tokens."""
+        return self.encode_with_offsets(text)[0]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """int32 tokens (n,) of `text` and the characters (n, 2) that each stands for: first, one past the last."""
+        (encoding,) = self._encode([text])
+        return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of every text, on all cores."""
+        return [np.asarray(encoding.ids, np.int32) for encoding in self._encode(texts)]
+
+    def _encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self.backend.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception, a vocabulary without unknown token for one
+            raise RalmError(f"{self.origin}: the tokenizer cannot encode the text ({error})") from None
+
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """The text of `ids`, special tokens included, spaces left alone."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of vocabulary, merges, rules and special-token policy."""
+        return hashlib.sha256(f"{self.backend.to_str()}{self.prefix}{self.suffix}".encode()).hexdigest()
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model folder, .gguf file or Hugging Face id.
+
+    Folders hold tokenizer.json, tokenizer.model (SentencePiece) or vocab.json with merges.txt.
+
+    Raises:
+        UsageError: no such folder, file or id, or no tokenizer in the folder.
+        RalmError: a tokenizer that cannot be read, or of a kind that is not supported.
+    """
+    path = locate(model, weights=False)
+    if path.is_file():
+        return gguf_tokenizer(open_gguf(path))
+    config = read_json(path / "tokenizer_config.json")
+    if (path / "tokenizer.json").exists():
+        backend, adds_bos = from_tokenizer_json(path / "tokenizer.json"), None
+    elif (path / "tokenizer.model").exists():
+        backend, adds_bos = from_sentencepiece(path / "tokenizer.model"), True
+    elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
+        backend, adds_bos = from_vocab_and_merges(path, config), False
+    else:
+        raise UsageError(
+            f"{path}: no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt); "
+            "name a folder that has one with --tokenizer"
+        )
+    # The flag decides where it is stated; otherwise tokenizer.json's template, or the default of the kind.
+    prefix, suffix = template_specials(backend)
+    if "add_bos_token" in config or adds_bos is not None:
+        wanted = config.get("add_bos_token", adds_bos)
+        prefix = (special_id(backend, config, "bos_token", path),) if wanted else ()
+    if "add_eos_token" in config:
+        suffix = (special_id(backend, config, "eos_token", path),) if config["add_eos_token"] else ()
+    return plain(backend, prefix, suffix, str(path))
+
+
+def plain(backend: tokenizers.Tokenizer, prefix: tuple[int, ...], suffix: tuple[int, ...], origin: str) -> Tokenizer:
+    """A `Tokenizer` over `backend` without the truncation and padding that a file may ask for."""
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(backend, prefix, suffix, origin)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RalmError(f"{path}: not valid JSON ({error})") from None
+
+
+def from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise RalmError(f"{path}: not a tokenizer.json that this version of tokenizers reads ({error})") from None
+
+
+def from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """GPT-2's byte-level BPE, as GPT-2, GPT-Neo, GPT-J and OPT store it."""
+    try:
+        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:
+        raise RalmError(f"{folder}: vocab.json and merges.txt cannot be read ({error})") from None
+    backend = byte_level_bpe(model, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    added = read_json(folder / "special_tokens_map.json") | config
+    names = {token_text(value) for key, value in added.items() if key.endswith("_token") and value}
+    names.add("<|endoftext|>")
+    known = sorted(name for name in names if isinstance(name, str) and backend.token_to_id(name) is not None)
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in known])
+    return backend
+
+
+def byte_level_bpe(model: models.BPE, pre_tokenizer: pre_tokenizers.PreTokenizer) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
+    """LLaMA's SentencePiece BPE with byte fallback."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.Load(str(path))
+    except (OSError, RuntimeError) as error:
+        raise RalmError(f"{path}: not a SentencePiece model ({error})") from None
+    ids = range(processor.GetPieceSize())
+    return sentencepiece_bpe(
+        [processor.IdToPiece(i) for i in ids],
+        [processor.GetScore(i) for i in ids],
+        [i for i in ids if processor.IsControl(i) or processor.IsUnknown(i)],
+    )
+
+
+def sentencepiece_bpe(pieces: list[str], scores: list[float], special: list[int]) -> tokenizers.Tokenizer:
+    """SentencePiece BPE as a `tokenizers` model: two pieces merge where their union is a piece, best score first."""
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    ranked = []
+    for piece, score in zip(pieces, scores, strict=True):
+        splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        found = sorted((ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids)
+        ranked += [(-score, ids[piece], a, b) for _, _, a, b in found]
+    ranked.sort(key=lambda merge: merge[:2])
+    unknown = next((pieces[i] for i in special if pieces[i] == "<unk>"), None)
+    model = models.BPE(
+        vocab=ids, merges=[(a, b) for _, _, a, b in ranked], unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([tokenizers.AddedToken(pieces[i], special=True, normalized=False) for i in special])
+    return backend
+
+
+# Pre-tokenizers by the name that GGUF files give them (llama.cpp's LLAMA_VOCAB_PRE_TYPE_*).
+GGUF_PRE_TOKENIZERS = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+GGUF_CONTROL, GGUF_UNKNOWN, GGUF_USER_DEFINED = 3, 2, 4
+
+
+def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer that a GGUF file carries.
+
+    Raises:
+        RalmError: a vocabulary kind or pre-tokenizer that is not supported.
+    """
+    kind, pieces = file.require("tokenizer.ggml.model"), file.require("tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type", [1] * len(pieces))
+    special = [i for i, piece_type in enumerate(types) if piece_type in (GGUF_CONTROL, GGUF_UNKNOWN)]
+    if kind == "gpt2":
+        pre = file.get("tokenizer.ggml.pre", "gpt-2")
+        if pre not in GGUF_PRE_TOKENIZERS:
+            known = ", ".join(GGUF_PRE_TOKENIZERS)
+            raise RalmError(
+                f"{file.path}: pre-tokenizer {pre!r} is not supported (supported: {known}); "
+                "name a folder with the model's tokenizer.json with --tokenizer"
+            )
+        merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
+        model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+        backend = byte_level_bpe(model, GGUF_PRE_TOKENIZERS[pre]())
+        special += [i for i, piece_type in enumerate(types) if piece_type == GGUF_USER_DEFINED]
+        backend.add_special_tokens(
+            [tokenizers.AddedToken(pieces[i], special=True, normalized=False) for i in sorted(special)]
+        )
+    elif kind == "llama":
+        backend = sentencepiece_bpe(pieces, file.require("tokenizer.ggml.scores"), special)
+    else:
+        raise RalmError(f"{file.path}: vocabulary kind {kind!r} is not supported (supported: gpt2, llama)")
+    adds_bos = file.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    adds_eos = file.get("tokenizer.ggml.add_eos_token", False)
+    prefix = (int(file.require("tokenizer.ggml.bos_token_id")),) if adds_bos else ()
+    suffix = (int(file.require("tokenizer.ggml.eos_token_id")),) if adds_eos else ()
+    return plain(backend, prefix, suffix, str(file.path))
+
+
+def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor of a tokenizer.json puts in front of a text and behind it."""
+    for token in backend.get_vocab(with_added_tokens=False):
+        try:
+            bare = backend.encode(token, add_special_tokens=False).ids
+        except Exception:  # a word-level vocabulary without an unknown token cannot encode every token's name
+            continue
+        if bare:
+            full = backend.encode(token, add_special_tokens=True).ids
+            start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+            return tuple(full[:start]), tuple(full[start + len(bare) :])
+    return (), ()
+
+
+def token_text(value: Any) -> Any:
+    """A special token is stored as a string or as an object with "content"."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def special_id(backend: tokenizers.Tokenizer, config: dict[str, Any], name: str, path: Path) -> int:
+    """The id of the special token that the tokenizer's own files call `name`."""
+    merged = read_json(path / "special_tokens_map.json") | config
+    default = {"bos_token": "<s>", "eos_token": "</s>"}[name]
+    token = token_text(merged.get(name, default))
+    number = backend.token_to_id(token) if isinstance(token, str) else None
+    if number is None:
+        raise RalmError(f"{path}: the tokenizer adds {name} = {token!r}, which its vocabulary does not have")
+    return number

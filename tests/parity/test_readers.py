@@ -1,0 +1,118 @@
+"""Readers against their PyTorch originals: tiny random configurations, float32, 1e-4 on logits."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ralm_jax.reader import load_reader
+from ralm_jax.sharding import make_mesh
+
+TOLERANCE = 1e-4
+
+# Weights of 0.15 give logits of standard deviation 1. Twice that saturates the softmax, which then turns the rounding
+# of either side into 1e-4 (measured against PyTorch in float64).
+
+LLAMA = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "max_position_embeddings": 512, "initializer_range": 0.15,
+}  # fmt: skip
+GPT2 = {"vocab_size": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 200, "initializer_range": 0.15}
+
+
+def llama(**values):
+    return transformers.LlamaConfig(**(LLAMA | values))
+
+
+VARIANTS = {
+    **{
+        f"llama-{heads}-heads-{kv}-kv-{'tied' if tied else 'untied'}": llama(
+            num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=tied
+        )
+        for (heads, kv), tied in itertools.product([(6, 6), (6, 3), (6, 2), (6, 1)], [False, True])
+    },
+    "llama-rope-factor-4": llama(
+        num_attention_heads=6, num_key_value_heads=2,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    ),
+    "llama-theta-eps-head-dim": llama(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    "llama-biases-gelu": llama(
+        num_attention_heads=6, num_key_value_heads=3, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+    ),
+    "gpt2": transformers.GPT2Config(**GPT2),
+    "gpt2-untied": transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
+    "gpt2-inner-eps-relu": transformers.GPT2Config(
+        **GPT2, n_inner=70, layer_norm_epsilon=1e-3, activation_function="relu"
+    ),
+    "gpt2-unscaled": transformers.GPT2Config(**(GPT2 | {"initializer_range": 0.1}), scale_attn_weights=False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    """A random PyTorch model whose every parameter matters, and ours loaded from what it saved."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(VARIANTS[request.param]).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norms start as zeros and ones
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("parity") / request.param
+    model.save_pretrained(folder)
+    return model, load_reader(str(folder), mesh=make_mesh(data=1))
+
+
+def torch_logits(model, ids, mask=None):
+    arguments = {}
+    if mask is not None:
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+        arguments = {"attention_mask": torch.tensor(mask.astype(np.int64)), "position_ids": torch.tensor(positions)}
+    with torch.no_grad():
+        return model(torch.tensor(ids.astype(np.int64)), **arguments).logits.numpy()
+
+
+def random_ids(shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 96, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("length", [1, 50, 200])
+def test_logits(pair, length):
+    model, reader = pair
+    ids = random_ids((2, length))
+    expected = torch_logits(model, ids)
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(reader.logits(ids), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(pair, side):
+    model, reader = pair
+    ids = random_ids((3, 40))
+    valid = np.ones((3, 40), bool)
+    for row, padding in enumerate((0, 7, 23)):
+        valid[row, (slice(0, padding) if side == "left" else slice(40 - padding, 40))] = False
+    expected = torch_logits(model, ids, valid)
+    np.testing.assert_allclose(np.asarray(reader.logits(ids, valid))[valid], expected[valid], atol=TOLERANCE)
+
+
+def test_export_reloads_in_transformers(pair, tmp_path):
+    model, reader = pair
+    reader.save(tmp_path / "out")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = random_ids((2, 30))
+    np.testing.assert_array_equal(torch_logits(again.eval(), ids), torch_logits(model, ids))
+
+
+@pytest.mark.parametrize("name", ["gpt2_smiles_0.2m", "gpt2_smiles_0.5m", "stories260K/hf"])
+def test_real_weights(shared, name):
+    folder = shared / "data/weights" / name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    reader = load_reader(str(folder), mesh=make_mesh(data=1))
+    ids = np.random.default_rng(0).integers(0, 60, (2, 74)).astype(np.int32)
+    np.testing.assert_allclose(reader.logits(ids), torch_logits(model, ids), atol=TOLERANCE)

@@ -1,0 +1,150 @@
+"""Properties of every reader: causality, padding, batches, depth, meshes."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ralm_jax.models.gpt2 import GPT2Config
+from ralm_jax.models.llama import LlamaConfig
+from ralm_jax.reader import abstract_reader, random_reader
+from ralm_jax.sharding import make_mesh, on_mesh
+from ralm_jax.stack import scan_layers
+from ralm_jax.weights import flat_state
+from tests import tiny
+
+FAMILIES = pytest.mark.parametrize("name", tiny.READERS)
+
+
+def tokens(shape, seed=0, vocab=128):
+    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+
+
+@FAMILIES
+def test_causality(name):
+    reader = tiny.reader(tiny.READERS[name])
+    ids = tokens((1, 150))
+    changed = ids.copy()
+    changed[0, 131:] = (changed[0, 131:] + 1) % 128
+    before, after = reader.logits(ids), reader.logits(changed)
+    np.testing.assert_array_equal(before[:, :131], after[:, :131])
+    assert np.abs(np.asarray(before - after)[:, 131:]).max() > 1e-3
+
+
+@FAMILIES
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(name, side):
+    reader = tiny.reader(tiny.READERS[name])
+    ids = tokens((2, 40))
+    padded = np.full((2, 57), 5, np.int32)
+    place = slice(17, 57) if side == "left" else slice(0, 40)
+    padded[:, place] = ids
+    valid = np.zeros((2, 57), bool)
+    valid[:, place] = True
+    logits = np.asarray(reader.logits(padded, valid))
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[:, place], reader.logits(ids), atol=1e-5)
+
+
+@FAMILIES
+def test_batch_size_changes_nothing(name):
+    reader = tiny.reader(tiny.READERS[name])
+    ids = tokens((5, 33))
+    together = np.asarray(reader.logits(ids))
+    for row in range(5):
+        np.testing.assert_allclose(together[row], reader.logits(ids[row : row + 1])[0], atol=1e-5)
+
+
+@FAMILIES
+def test_scan_is_the_loop_and_remat_changes_nothing(name):
+    config = tiny.READERS[name]
+    reader = tiny.reader(config)
+    model = nnx.merge(reader.graphdef, reader.state)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 20, config.hidden_size)), jnp.float32)
+    graphdef, state = nnx.split(model.layers)
+    args = (None,)
+    if config.model_type == "llama":
+        phases = jnp.ones((2, 20, 1, config.head_dim // 2)) * 0.6
+        args = (None, (phases, phases))
+    with on_mesh(reader.mesh):
+        y = x
+        for layer in range(config.num_layers):
+            y = nnx.merge(graphdef, jax.tree.map(lambda p, i=layer: p[i], state))(y, *args)
+        np.testing.assert_allclose(scan_layers(model.layers, x, *args), y, atol=1e-5)
+
+        def loss(remat, state):
+            return scan_layers(nnx.merge(graphdef, state), x, *args, remat=remat).sum()
+
+        plain, again = (jax.jit(jax.grad(partial(loss, remat)))(state) for remat in (False, True))
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@FAMILIES
+def test_shards_are_one_device(name):
+    config = tiny.READERS[name]
+    alone = tiny.reader(config)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    spread = random_reader(config, mesh=mesh)
+    leaves = {path: leaf.get_value() for path, leaf in flat_state(spread.state).items()}
+    for path, spec in (
+        ("layers.attention.q.kernel", PartitionSpec(None, "fsdp", "tensor", None)),
+        ("layers.attention.o.kernel", PartitionSpec(None, "tensor", None, "fsdp")),
+        ("layers.mlp.down.kernel", PartitionSpec(None, "tensor", "fsdp")),
+        ("embed.table", PartitionSpec("tensor", "fsdp")),
+        ("norm.scale", PartitionSpec("fsdp")),
+    ):
+        assert leaves[path].sharding.is_equivalent_to(NamedSharding(mesh, spec), leaves[path].ndim), path
+    same = replace(spread, state=jax.device_put(alone.state, jax.tree.map(lambda x: x.sharding, spread.state)))
+    ids = tokens((4, 24))
+    np.testing.assert_allclose(same.logits(ids), alone.logits(ids), atol=1e-5)
+
+
+def test_every_parameter_has_a_logical_axis_for_every_dimension():
+    for config in tiny.READERS.values():
+        reader = tiny.reader(config)
+        for path, leaf in flat_state(reader.state).items():
+            axes = leaf.get_metadata("out_sharding")
+            assert len(axes) == leaf.get_value().ndim, path
+            assert axes[0] == ("layers" if path.startswith("layers.") else axes[0])
+
+
+SIZES = {
+    # parameters as the papers' and model cards' own figures round them, counted from their shapes
+    "gpt2-small": (
+        GPT2Config(vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
+                   mlp_size=3072, max_positions=1024, activation="gelu_new", norm_epsilon=1e-5,
+                   tie_word_embeddings=True, scale_attention=True),
+        124_439_808,
+    ),
+    "llama2-70b": (
+        LlamaConfig(vocab_size=32000, hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128,
+                    mlp_size=28672, max_positions=4096, activation="silu", norm_epsilon=1e-5,
+                    tie_word_embeddings=False, rope_theta=10000.0, rope_factor=1.0, attention_bias=False,
+                    mlp_bias=False),
+        68_976_648_192,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameter_counts_without_allocating(name):
+    config, expected = SIZES[name]
+    from ralm_jax.models import FAMILIES as families
+
+    _, state = abstract_reader(families[config.model_type], config, make_mesh(), "bfloat16")
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == expected
+
+
+def test_bfloat16_is_close():
+    reader = tiny.reader(tiny.LLAMA)
+    half = replace(reader, state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), reader.state), dtype="bfloat16")
+    ids = tokens((2, 30))
+    logits = half.logits(ids)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, reader.logits(ids), atol=0.05)

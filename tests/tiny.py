@@ -1,0 +1,84 @@
+"""Tiny readers, tokenizers, texts and corpora, made by program."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from ralm_jax.models.gpt2 import GPT2Config
+from ralm_jax.models.llama import LlamaConfig
+from ralm_jax.reader import Reader, random_reader
+from ralm_jax.sharding import make_mesh
+
+WORDS = [f"{first}{second}" for first in "bdfklmnprst" for second in ("a", "e", "i", "o", "u", "an", "er", "il", "os")]
+
+GPT2 = GPT2Config(
+    vocab_size=128, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, mlp_size=64,
+    max_positions=256, activation="gelu_new", norm_epsilon=1e-5, tie_word_embeddings=True, scale_attention=True,
+)  # fmt: skip
+
+LLAMA = LlamaConfig(
+    vocab_size=128, hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, mlp_size=48,
+    max_positions=256, activation="silu", norm_epsilon=1e-5, tie_word_embeddings=False, rope_theta=10000.0,
+    rope_factor=1.0, attention_bias=False, mlp_bias=False,
+)  # fmt: skip
+
+READERS = {
+    "gpt2": GPT2,
+    "gpt2-untied": replace(GPT2, tie_word_embeddings=False),
+    "llama": LLAMA,
+    "llama-tied": replace(LLAMA, tie_word_embeddings=True, rope_factor=4.0),
+    "llama-mha-bias": replace(LLAMA, num_kv_heads=8, attention_bias=True, mlp_bias=True),
+}
+
+
+def tokenizer(*, bos: bool = False) -> tokenizers.Tokenizer:
+    """One token a word of `WORDS`, a space or a newline; with `bos`, a template adds <s> and </s>."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", " ", "\n", *WORDS])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r" |\n|[^ \n]+"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    return backend
+
+
+def text(tokens: int, seed: int = 0) -> str:
+    """A text of `tokens` tokens: words and spaces."""
+    words = np.random.default_rng(seed).choice(WORDS, (tokens + 1) // 2)
+    return " ".join(words) + (" " if tokens % 2 == 0 else "")
+
+
+def passages(count: int, seed: int = 1) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    return [
+        {"id": str(i), "title": f"{rng.choice(WORDS)} {i}", "text": " ".join(rng.choice(WORDS, rng.integers(5, 15)))}
+        for i in range(count)
+    ]
+
+
+def write_corpus(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in passages(count)), encoding="utf-8")
+    return path
+
+
+@functools.cache
+def reader(config, seed: int = 0) -> Reader:
+    """A random reader on one device whose biases and norms are not the identity, so that a forgotten one shows."""
+    made = random_reader(config, seed=seed, mesh=make_mesh(data=1))
+    rng = np.random.default_rng(seed)
+    return replace(made, state=jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape).astype(np.float32), made.state))
+
+
+def save_model(folder: Path, config, *, bos: bool = False, seed: int = 0) -> Path:
+    reader(config, seed).save(folder)
+    tokenizer(bos=bos).save(str(folder / "tokenizer.json"))
+    return folder
