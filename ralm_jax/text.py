@@ -1,0 +1,108 @@
+"""Evaluated texts: plain files, or rows joined by the paper's data-set rule."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralm_jax.errors import RalmError, UsageError
+
+
+@dataclass(frozen=True)
+class Text:
+    """An evaluated text and where it came from."""
+
+    content: str
+    origin: str
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    def words_up_to(self, character: int) -> int:
+        """The paper's word count of the first `character` characters: spaces in the raw string."""
+        return self.content.count(" ", 0, character)
+
+
+def read_text(path: str) -> Text:
+    """Reads a text file, or rows from .jsonl, either gzipped or not.
+
+    A row is a string or an object with "text"; rows are joined with nothing between them, and an empty row becomes
+    " \\n", as the released code joins a data set.
+
+    Raises:
+        UsageError: there is no such file.
+        RalmError: not UTF-8, a row that is neither a string nor has a text, or nothing in it.
+    """
+    file = Path(path).expanduser()
+    if ".jsonl" in file.suffixes:
+        content = "".join(jsonl_text(line, f"{path}:{number}") or " \n" for number, line in read_lines(file))
+    else:
+        content = "\n".join(line.removesuffix("\r") for _, line in read_lines(file, keep_last=True))
+    if not content:
+        raise RalmError(f"{path}: the text is empty")
+    return Text(content, path)
+
+
+def jsonl_text(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RalmError(f"{where}: not JSON ({error})") from None
+    text = row.get("text") if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        raise RalmError(f'{where}: expected a string or an object with "text"')
+    return encodable(text, where)
+
+
+def encodable(text: str, where: str) -> str:
+    """`text` itself; a lone surrogate in it, which JSON can smuggle in, is refused."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RalmError(f"{where}: a lone surrogate, which is not text") from None
+    return text
+
+
+def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a UTF-8 file, gzipped or not, split on "\\n" only; a byte-order mark is dropped.
+
+    Args:
+        keep_last: also yield what follows the last newline when that is nothing, so that joining restores the file.
+
+    Raises:
+        UsageError: there is no such file.
+        RalmError: not UTF-8, or a damaged gzip file; the line is named.
+    """
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            ended = True
+            for number, raw in enumerate(file, start=1):
+                ended = raw.endswith(b"\n")
+                line = raw.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, line
+            if keep_last and ended and number:
+                yield number + 1, ""
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder, not a file") from None
+    except UnicodeDecodeError as error:
+        raise RalmError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+    except (EOFError, gzip.BadGzipFile, OSError) as error:
+        raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
+
+
+def write_text(path: str, content: str) -> None:
+    """Writes a UTF-8 file.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
+    try:
+        Path(path).expanduser().write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise RalmError(f"{path}: cannot be written ({error.strerror})") from None

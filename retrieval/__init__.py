@@ -1,0 +1,1 @@
+"""Corpora, retrievers and retrieval tables."""

@@ -1,0 +1,37 @@
+"""Lucene's English analyser, case by case. The right sides are what Lucene 9.9's own analyser prints."""
+
+import pytest
+
+from retrieval.analyzer import analyze
+
+CASES = {
+    "The quick brown foxes' tails": ["quick", "brown", "fox", "tail"],
+    "possibly possible": ["possibl", "possibl"],
+    "archaeology archaeologist": ["archaeolog", "archaeologist"],
+    "is as by": [],
+    "U.S.A. 3.14 1,000 10:30 a_b don't": ["u.s.a", "3.14", "1,000", "10", "30", "a_b", "don't"],
+    "John's JOHN'S john’s johns'": ["john", "john", "john", "john"],
+    "s us is ss": ["s", "us", "ss"],
+    "C++ e-mail @user #tag": ["c", "e", "mail", "user", "tag"],
+    "日本語 テスト ひらがな 한국어": ["日", "本", "語", "テスト", "ひ", "ら", "が", "な", "한국어"],
+    "ภาษาไทย abc": ["ภาษาไทย", "abc"],
+    "İstanbul ΙΗΣΟΥΣ": ["istanbul", "ιησουσ"],
+    "x² ½ m²": ["x", "m"],
+    "\U0001f1eb\U0001f1f7 \U0001f600 © ★ ♯": ["\U0001f1eb\U0001f1f7", "\U0001f600", "©", "★", "♯"],
+    "": [],
+    " .,;!? ": [],
+    "a\u2028b\tc\nd": ["b", "c", "d"],
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_cases(text):
+    assert analyze(text) == CASES[text]
+
+
+def test_very_long_words_are_cut():
+    assert [len(term) for term in analyze("x" * 600)] == [255, 255, 90]
+
+
+def test_more_terms_than_1024():
+    assert len(analyze("word " * 5000)) == 5000

@@ -1,0 +1,219 @@
+"""Corpora in every format, and every way in which a row can be broken."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.text import read_text
+from retrieval.corpus import Passage, Passages, read_corpus, read_queries, read_titles, write_passages
+
+
+def write(path, content):
+    data = content if isinstance(content, bytes) else content.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def rows(*objects):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in objects)
+
+
+DPR = 'id\ttext\ttitle\n1\t"a ""quoted"" text"\tT one\n2\tplain text\t"T ""two"""\n'
+
+
+class TestFormats:
+    def test_pyserini(self, tmp_path):
+        path = write(
+            tmp_path / "c.jsonl", rows({"id": "a", "contents": "Title\nfirst\nsecond"}, {"id": 2, "contents": "bare"})
+        )
+        found = list(read_corpus(path))
+        assert found == [Passage("a", "Title", "first\nsecond"), Passage("2", "", "bare")]
+        assert [passage.contents for passage in found] == ["Title\nfirst\nsecond", "bare"]
+
+    def test_beir(self, tmp_path):
+        path = write(
+            tmp_path / "c.jsonl", rows({"_id": "a", "title": "T", "text": "x"}, {"_id": "b", "title": None, "text": ""})
+        )
+        assert list(read_corpus(path)) == [Passage("a", "T", "x"), Passage("b", "", "")]
+
+    def test_rows_with_id_title_text_and_more(self, tmp_path):
+        path = write(tmp_path / "c.jsonl", rows({"id": "0", "title": "T", "text": "x", "src": "nq"}))
+        assert list(read_corpus(path)) == [Passage("0", "T", "x")]
+
+    def test_dpr(self, tmp_path):
+        assert list(read_corpus(write(tmp_path / "psgs.tsv", DPR))) == [
+            Passage("1", "T one", 'a "quoted" text'),
+            Passage("2", 'T "two"', "plain text"),
+        ]
+
+    def test_dpr_text_may_hold_newlines_and_tabs_in_quotes(self, tmp_path):
+        path = write(tmp_path / "psgs.tsv", 'id\ttext\ttitle\r\n1\t"two\nlines\tand a tab"\tT\r\n')
+        assert list(read_corpus(path)) == [Passage("1", "T", "two\nlines\tand a tab")]
+
+    def test_text_is_cut_into_words(self, tmp_path):
+        path = write(tmp_path / "notes.txt", "one two three\nfour\n\nfive six seven")
+        assert list(read_corpus(path, passage_words=3)) == [
+            Passage("notes-0", "notes", "one two three"),
+            Passage("notes-1", "notes", "four five six"),
+            Passage("notes-2", "notes", "seven"),
+        ]
+
+    def test_headings_start_a_passage_and_title_it(self, tmp_path):
+        path = write(tmp_path / "wiki.txt", "intro\n = Robert Boulter = \nab c\n## Early life ##\nd\n")
+        assert [(p.title, p.text) for p in read_corpus(path)] == [
+            ("wiki", "intro"), ("Robert Boulter", "ab c"), ("Early life", "d"),
+        ]  # fmt: skip
+
+    def test_a_folder_in_the_order_of_names(self, tmp_path):
+        (tmp_path / "sub").mkdir()
+        write(tmp_path / "b.txt", "second")
+        write(tmp_path / "a.jsonl.gz", rows({"_id": "1", "text": "first"}))
+        write(tmp_path / "sub" / "c.txt.gz", "third")
+        found = list(read_corpus(str(tmp_path)))
+        assert [p.text for p in found] == ["first", "second", "third"]
+        assert found[2].id == "sub/c-0"
+
+    def test_rows_are_whole_unless_split(self, tmp_path):
+        path = write(tmp_path / "c.jsonl", rows({"_id": "a", "title": "T", "text": "one two three"}))
+        assert [p.text for p in read_corpus(path, passage_words=2)] == ["one two three"]
+        assert list(read_corpus(path, passage_words=2, split_rows=True)) == [
+            Passage("a-0", "T", "one two"), Passage("a-1", "T", "three"),
+        ]  # fmt: skip
+
+    def test_a_format_can_be_named(self, tmp_path):
+        path = write(tmp_path / "psgs_w100", DPR)
+        assert len(list(read_corpus(path, "dpr"))) == 2
+
+    @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
+    def test_bytes_that_need_care(self, tmp_path, name):
+        """A byte-order mark, CRLF, U+2028 and a NUL are handled; only "\\n" ends a line."""
+        content = (
+            "\ufeff" + rows({"_id": "1", "text": "a\u2028b"}).replace("\n", "\r\n") + rows({"_id": "2", "text": "c\0d"})
+        )
+        found = list(read_corpus(write(tmp_path / name, content)))
+        assert [p.text for p in found] == ["a\u2028b", "c d"]
+
+    def test_quotes_in_titles(self, tmp_path):
+        path = write(tmp_path / "c.jsonl", rows({"id": "1", "contents": '"Weird Al"\ntext'}))
+        passages = Passages.of(list(read_corpus(path)))
+        assert passages.titled(frozenset(["Weird Al"])).tolist() == [True]
+        assert passages.titled(frozenset(["Weird"])).tolist() == [False]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('{"_id": "1", "text": "a"}\n{', r"c\.jsonl:2: not JSON"),
+            ("[1]\n", r"c\.jsonl:1: expected a JSON object, found list"),
+            ('{"_id": "1"}\n', r"c\.jsonl:1: field 'text' is missing"),
+            ('{"text": "a"}\n', r"c\.jsonl:1: field '_id' or 'id' is missing"),
+            ('{"_id": "1", "text": 5.5}\n', r"c\.jsonl:1: field 'text' is float, expected a string"),
+            ('{"_id": "1", "text": "\\ud800"}\n', r"c\.jsonl:1: a lone surrogate"),
+            (b'{"_id": "1", "text": "\xff"}\n', r"c\.jsonl:1: not UTF-8"),
+            ('{"id": "1", "contents": "a"}\n{"id": "2"}\n', r"c\.jsonl:2: field 'contents' is missing"),
+        ],
+    )
+    def test_jsonl(self, tmp_path, content, message):
+        with pytest.raises(RalmError, match=message):
+            list(read_corpus(write(tmp_path / "c.jsonl", content)))
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("1\ttext\ttitle\n", r"p\.tsv:1: expected the header id, text, title"),
+            ("id\ttext\ttitle\n1\tonly two\n", r"p\.tsv:2: 2 fields, expected 3"),
+            ('id\ttext\ttitle\n1\t"never closed\tT\n2\tb\tT\n', r"p\.tsv:\d: .*the quoting of this row is broken"),
+            ('id\ttext\ttitle\n1\t"closed" early\tT\n', r"p\.tsv:2: .*the quoting of this row is broken"),
+        ],
+    )
+    def test_dpr(self, tmp_path, content, message):
+        with pytest.raises(RalmError, match=message):
+            list(read_corpus(write(tmp_path / "p.tsv", content)))
+
+    def test_a_damaged_gzip_file(self, tmp_path):
+        path = tmp_path / "c.jsonl.gz"
+        path.write_bytes(gzip.compress(rows({"_id": "1", "text": "a" * 10000}).encode())[:-20])
+        with pytest.raises(RalmError, match=r"c\.jsonl\.gz:\d: cannot be read"):
+            list(read_corpus(str(path)))
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(UsageError, match="no such file"):
+            list(read_corpus(str(tmp_path / "none.jsonl")))
+        with pytest.raises(UsageError, match="the folder has no files"):
+            list(read_corpus(str(tmp_path)))
+        with pytest.raises(UsageError, match="passage words must be at least 1"):
+            list(read_corpus(str(tmp_path), passage_words=0))
+
+
+class TestPassages:
+    def test_written_and_mapped(self, tmp_path):
+        made = [Passage(str(i), f"t{i % 3}", "x" * i) for i in range(20_000)]
+        assert list(write_passages(iter(made), tmp_path / "p.arrow")) == made
+        passages = Passages.open(tmp_path / "p.arrow")
+        assert len(passages) == 20_000
+        assert passages.rows([19_999, 0, 16_384]) == [made[19_999], made[0], made[16_384]]
+        assert passages.contents(np.array([3])) == ["t0\nxxx"]
+        assert passages.titled(frozenset(["t1"])).sum() == 6667
+
+    def test_damaged(self, tmp_path):
+        (tmp_path / "p.arrow").write_bytes(b"ARROW1")
+        with pytest.raises(RalmError, match=r"p\.arrow: the index's passages cannot be read"):
+            Passages.open(tmp_path / "p.arrow")
+
+
+def test_titles_and_queries(tmp_path):
+    assert read_titles(write(tmp_path / "t.txt", "One\n Two \n\n")) == {"One", "Two"}
+    assert read_queries(write(tmp_path / "q.jsonl", rows({"query": "a"}, {"query": ""}))) == ["a", ""]
+    with pytest.raises(RalmError, match=r"q\.jsonl:1: field 'query' is missing"):
+        read_queries(write(tmp_path / "q.jsonl", rows({"text": "a"})))
+
+
+class TestText:
+    def test_rows_are_joined_by_the_data_set_rule(self, tmp_path):
+        content = (
+            json.dumps("")
+            + "\n"
+            + json.dumps(" = A = \n")
+            + "\n"
+            + json.dumps({"text": ""})
+            + "\n"
+            + json.dumps({"text": " b \n"})
+            + "\n"
+        )
+        assert read_text(write(tmp_path / "t.jsonl.gz", content)).content == " \n = A = \n \n b \n"
+
+    @pytest.mark.parametrize("content", ["one line", "two\nlines\n", "\nblank first", "a\u2028b\n\n"])
+    def test_plain_text_comes_as_it_is(self, tmp_path, content):
+        assert read_text(write(tmp_path / "t.txt", content)).content == content
+
+    def test_crlf_and_byte_order_mark(self, tmp_path):
+        assert read_text(write(tmp_path / "t.txt", "\ufeffa\r\nb\r\n")).content == "a\nb\n"
+
+    def test_words_are_spaces(self, tmp_path):
+        text = read_text(write(tmp_path / "t.txt", "one two  three\nfour "))
+        assert text.words_up_to(len(text.content)) == 4
+        assert text.words_up_to(8) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("t.txt", "", r"t\.txt: the text is empty"),
+            ("t.jsonl", "", r"t\.jsonl: the text is empty"),
+            ("t.jsonl", "5\n", r"t\.jsonl:1: expected a string or an object"),
+            ("t.jsonl", '"a"\n{"txt": 1}\n', r"t\.jsonl:2: expected a string or an object"),
+            ("t.jsonl", '"a\n', r"t\.jsonl:1: not JSON"),
+            ("t.jsonl", '"\\udc00"\n', r"t\.jsonl:1: a lone surrogate"),
+            ("t.txt", b"a\n\xff", r"t\.txt:2: not UTF-8"),
+        ],
+    )
+    def test_refusals(self, tmp_path, name, content, message):
+        with pytest.raises(RalmError, match=message):
+            read_text(write(tmp_path / name, content))
+
+    def test_a_folder_is_no_text(self, tmp_path):
+        with pytest.raises(UsageError, match="is a folder, not a file"):
+            read_text(str(tmp_path))

@@ -1,0 +1,132 @@
+"""Strides and windows against the protocol written out, one window at a time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ralm_jax.errors import UsageError
+from ralm_jax.windows import Protocol, bucket_length, build_windows, make_schedule
+
+BOS = 999
+
+
+@st.composite
+def cases(draw):
+    window = draw(st.integers(2, 24))
+    stride = draw(st.integers(1, window - 1))
+    return draw(st.integers(2, 90)), window, stride
+
+
+@given(cases())
+@settings(deadline=None, max_examples=200)
+def test_schedule_is_the_released_codes_loop(case):
+    length, window, stride = case
+    expected, previous = [], 0
+    for start in range(0, length, stride):  # in_context_ralm.md, a and c
+        end = min(start + window, length)
+        expected.append((start, previous, end))
+        previous = end
+        if end == length:
+            break
+    schedule = make_schedule(length, window, stride)
+    assert list(zip(schedule.starts, schedule.targets, schedule.ends, strict=True)) == expected
+
+
+@given(cases())
+@settings(deadline=None, max_examples=200)
+def test_every_token_but_the_first_is_scored_once(case):
+    schedule = make_schedule(*case)
+    scored = np.zeros(case[0], int)
+    for j, (target, end) in enumerate(zip(schedule.targets, schedule.ends, strict=True)):
+        scored[max(target, 1) if j == 0 else target : end] += 1
+    assert scored.tolist() == [0] + [1] * (case[0] - 1)
+
+
+def test_limit():
+    whole, some = make_schedule(100, 20, 4), make_schedule(100, 20, 4, limit=3)
+    assert len(some) == 3
+    np.testing.assert_array_equal(some.ends, whole.ends[:3])
+    assert len(make_schedule(100, 20, 4, limit=1000)) == len(whole)
+
+
+@given(cases(), st.booleans(), st.data())
+@settings(deadline=None, max_examples=300)
+def test_windows_show_each_label_what_the_protocol_says(case, with_bos, data):
+    """In front of a label: BOS if any, the passage over the window's first tokens, the rest of the prefix."""
+    length, window, stride = case
+    past = data.draw(st.integers(0, max(0, window - stride - 1)))
+    if window - stride - past < 1:
+        return
+    tokens = np.arange(100, 100 + length)
+    schedule = make_schedule(length, window, stride)
+    if len(schedule) < 2:
+        return
+    which = np.arange(1, len(schedule))
+    passages = [np.arange(500, 500 + data.draw(st.integers(0, window - stride - past))) for _ in which]
+    windows = build_windows(
+        tokens,
+        starts=schedule.starts[which],
+        first_labels=schedule.targets[which] - past,
+        ends=schedule.ends[which],
+        passages=passages,
+        num_labels=past + stride,
+        length=window,
+        bos=BOS if with_bos else None,
+    )
+    for row, j in enumerate(which):
+        start, target, end = (int(x[j]) for x in (schedule.starts, schedule.targets, schedule.ends))
+        for column in range(past + stride):
+            label = target - past + column
+            assert windows.scored[row, column] == (label < end)
+            if label >= end:
+                continue
+            prefix = list(tokens[start:label])
+            prefix[: len(passages[row])] = passages[row]
+            seen = windows.tokens[row, : windows.positions[row, column] + 1].tolist()
+            assert seen == ([BOS] if with_bos else []) + prefix
+            assert windows.labels[row, column] == tokens[label]
+
+
+@pytest.mark.parametrize("bos", [None, BOS])
+def test_the_first_window_scores_all_but_its_first_token(bos):
+    tokens = np.arange(10, 17)
+    windows = build_windows(
+        tokens, starts=np.array([0]), first_labels=np.array([1]), ends=np.array([7]),
+        passages=[np.zeros(0, int)], num_labels=6, length=8, bos=bos,
+    )  # fmt: skip
+    assert windows.labels[0].tolist() == [11, 12, 13, 14, 15, 16]
+    assert windows.scored.all()
+    for column, position in enumerate(windows.positions[0]):
+        front = [] if bos is None else [bos]
+        assert windows.tokens[0, : position + 1].tolist() == front + tokens[: column + 1].tolist()
+
+
+def test_a_token_that_looks_like_padding_is_scored():
+    windows = build_windows(
+        np.zeros(6, int), starts=np.array([0]), first_labels=np.array([1]), ends=np.array([6]),
+        passages=[np.zeros(0, int)], num_labels=5, length=8, bos=None,
+    )  # fmt: skip
+    assert windows.scored.sum() == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 0}, "window must be at least 1"),
+        ({"stride": 0}, "stride must be at least 1"),
+        ({"stride": 64, "window": 64}, "would leave tokens unscored"),
+        ({"stride": 80, "window": 64}, "would leave tokens unscored"),
+        ({"past": -1}, "past must be at least 0"),
+        ({"passage_tokens": 0}, "passage tokens must be at least 1"),
+        ({"past": 60, "window": 64}, "has no room beside stride 4 and past 60"),
+    ],
+)
+def test_sizes_that_do_not_fit(values, message):
+    with pytest.raises(UsageError, match=message):
+        Protocol(**values)
+
+
+def test_buckets():
+    assert [bucket_length(n, 1024) for n in (2, 128, 129, 1000, 1024)] == [128, 128, 256, 1024, 1024]
+    assert bucket_length(50, 64) == 64
