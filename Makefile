@@ -1,4 +1,4 @@
-# `make test` needs Python 3.11 or newer and make; everything else goes into .venv.
+# `make demo` and `make test` need Python 3.11 or newer and make; everything else goes into .venv.
 PYTHON ?= python3
 PARITY ?= 1
 VENV := .venv
@@ -13,7 +13,7 @@ EXTRA := test
 CHOSEN :=
 endif
 
-.PHONY: setup test test-all lint clean
+.PHONY: setup demo test test-all lint clean
 
 setup: $(VENV)/core
 
@@ -29,10 +29,6 @@ $(VENV)/smollm2: $(VENV)/core
 	@touch $@
 
 $(VENV)/dev $(VENV)/test: $(VENV)/core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(notdir $@)]'
-	@touch $@
-
-test: $(VENV)/core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(notdir $@)]'
 	@touch $@
 
@@ -53,4 +49,4 @@ lint: $(VENV)/$(EXTRA)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) demo

@@ -1,0 +1,122 @@
+"""Perplexities of ScoreTables under ranking policies, as a table and as JSON."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from eval.metrics import Perplexity, text_perplexity
+from ralm_jax import ranking
+from ralm_jax.errors import UsageError
+from ralm_jax.score_table import Scores, open_scores
+
+
+@dataclass(frozen=True)
+class Report:
+    """The perplexities of one ScoreTable, by strategy."""
+
+    location: str
+    scores: Scores
+    strategies: dict[str, Perplexity]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ralm report --json` writes."""
+        return {
+            "strategies": {
+                name: {
+                    "token_ppl": result.token_ppl,
+                    "word_ppl": result.word_ppl,
+                    "nll": result.nll,
+                    "tokens": result.tokens,
+                    "words": result.words,
+                    "scored_tokens": result.scored_tokens,
+                    "strides": result.strides,
+                    "strides_without_passage": result.strides_without_passage,
+                }
+                for name, result in self.strategies.items()
+            },
+            "config": {"scores": self.location, **self.scores.settings, **self.scores.about},
+        }
+
+
+def policies(zero_shot_tokens: int = 16, seed: int = 0) -> dict[str, Callable[[Scores], np.ndarray]]:
+    """Every strategy by name. A new idea is a new function in `ralm_jax.ranking` and a line here."""
+    return {
+        "none": ranking.none,
+        "first": ranking.first,
+        "random": partial(ranking.random, seed=seed),
+        "zero-shot": partial(ranking.zero_shot, tokens=zero_shot_tokens),
+        "oracle": ranking.oracle,
+    }
+
+
+def check_strategies(listed: str) -> list[str]:
+    """The strategies of a list with commas.
+
+    Raises:
+        UsageError: an unknown one, or none at all.
+    """
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    unknown = [name for name in names if name not in policies()]
+    if unknown or not names:
+        raise UsageError(f"strategies {listed!r}: expected some of {', '.join(policies())}, separated by commas")
+    return names
+
+
+def make_report(location: str, strategies: Sequence[str], *, zero_shot_tokens: int = 16, seed: int = 0) -> Report:
+    """The perplexities of the ScoreTable at `location`.
+
+    Raises:
+        UsageError: there is no table, or it keeps too few past tokens.
+        RalmError: the table is not complete.
+    """
+    known = policies(zero_shot_tokens, seed)
+    scores = open_scores(location)
+    return Report(location, scores, {name: text_perplexity(scores, known[name](scores)) for name in strategies})
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}"
+
+
+def format_report(report: Report) -> str:
+    """The report for a terminal."""
+    scores, results = report.scores, report.strategies
+    settings, about = scores.settings, scores.about
+    any_result = next(iter(results.values()))
+    lines = [
+        f"{report.location}: {about['reader']} on {about['text']}",
+        f"window {settings['window']}, stride {settings['stride']}, {settings['k']} passages a stride, "
+        f"{settings['dtype']}",
+        "",
+        f"{'strategy':<12}{'token ppl':>12}{'word ppl':>12}{'vs none':>10}{'NLL':>14}{'no passage':>12}",
+    ]
+    base = results.get("none")
+    for name, result in results.items():
+        change = ""
+        if base is not None and base.token_ppl and result.token_ppl:
+            change = f"{100 * (result.token_ppl / base.token_ppl - 1):+.1f}%"
+        lines.append(
+            f"{name:<12}{number(result.token_ppl):>12}{number(result.word_ppl):>12}{change:>10}"
+            f"{result.nll:>14,.2f}{result.strides_without_passage:>12}"
+        )
+    lines += [
+        "",
+        f"{any_result.scored_tokens:,} tokens scored in {any_result.strides:,} strides; token perplexity is over "
+        f"{any_result.tokens:,} tokens, word perplexity over {any_result.words:,} words.",
+    ]
+    first = results.get("first")
+    if base is not None and first is not None and base.token_ppl and first.token_ppl:
+        gain = 100 * (1 - first.token_ppl / base.token_ppl)
+        lines.append(
+            f"The first passage {'lowers' if gain >= 0 else 'raises'} token perplexity by {abs(gain):.1f}% "
+            f"({base.token_ppl:.3f} to {first.token_ppl:.3f})."
+        )
+    if "overlap" in about:
+        lines.append(
+            f"{100 * about['overlap']:.1f}% of the text's words stand in a run of {about['overlap_words']} words that "
+            "a retrieved passage has too."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,3 @@
+from ralm_jax.cli import main
+
+main()

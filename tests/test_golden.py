@@ -1,0 +1,91 @@
+"""The paper's own code on a real text, to the digit (golden/README.md of the reference data)."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eval.lm import score
+from eval.metrics import text_perplexity
+from eval.report import policies
+from ralm_jax.reader import load_reader
+from ralm_jax.text import read_text
+from ralm_jax.tokenizer import load_tokenizer
+from ralm_jax.windows import PRESETS, Protocol
+from retrieval.table import read_json
+
+NAMES = {"none": "none", "first": "first", "zero-shot": "logprob", "oracle": "oracle"}
+
+
+def run(folder, model, tokenizer, out, mesh, **options):
+    expected = json.loads((folder / "expected.json").read_text())
+    settings = expected["settings"]
+    protocol = Protocol(
+        settings["window"], settings["stride"], settings["past"], settings["passage_tokens"], PRESETS["ai21"]
+    )
+    scores = score(
+        read_text(str(folder / "text.txt")),
+        load_reader(str(model), mesh=mesh),
+        load_tokenizer(str(tokenizer)),
+        protocol,
+        str(out),
+        retrieved=read_json(str(folder / "retrieved.json")),
+        progress=False,
+        **options,
+    )
+    return expected["strategies"], scores
+
+
+def token_nll(scores, chosen):
+    target = scores.target[np.arange(len(chosen)), chosen]
+    return [-scores.first_window, *(-row[~np.isnan(row)] for row in target)]
+
+
+def test_smiles(shared, tmp_path, one_device):
+    folder = shared / "golden/smiles"
+    model = shared / "data/weights/gpt2_smiles_0.5m"
+    expected, scores = run(folder, model, folder, tmp_path / "scores", one_device, k=8)
+    for ours, theirs in NAMES.items():
+        chosen = policies(zero_shot_tokens=16)[ours](scores)
+        reference = expected[theirs]
+        assert text_perplexity(scores, chosen).token_ppl == pytest.approx(reference["perplexity"], rel=1e-4)
+        for mine, golden in zip(token_nll(scores, chosen), reference["token_nll"], strict=True):
+            np.testing.assert_allclose(mine, golden, atol=2e-4)
+        if ours != "none":
+            # their list skips strides without passage, and counts passages from 0
+            assert (chosen[scores.num_passages > 0] - 1).tolist() == [c for c in reference["chosen"] if c is not None]
+            assert (chosen[scores.num_passages == 0] == 0).all()
+
+
+def test_luke(shared, tmp_path, smollm2_gguf, one_device):
+    """The first 40 strides with a real 135M-parameter reader; first and none."""
+    folder = shared / "golden/luke"
+    expected, scores = run(folder, smollm2_gguf, smollm2_gguf, tmp_path / "scores", one_device, k=1, limit_strides=40)
+    for name in ("none", "first"):
+        chosen = policies()[name](scores)
+        for mine, golden in zip(token_nll(scores, chosen), expected[name]["token_nll"], strict=False):
+            np.testing.assert_allclose(mine, golden, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_luke_whole(shared, tmp_path, smollm2_gguf, one_device):
+    """All strides and all 16 passages: perplexities and choices as well."""
+    folder = shared / "golden/luke"
+    expected, scores = run(folder, smollm2_gguf, smollm2_gguf, tmp_path / "scores", one_device, k=16)
+    for ours, theirs in NAMES.items():
+        if theirs not in expected:
+            continue
+        chosen = policies(zero_shot_tokens=16)[ours](scores)
+        assert text_perplexity(scores, chosen).token_ppl == pytest.approx(expected[theirs]["perplexity"], rel=1e-4)
+        for mine, golden in zip(token_nll(scores, chosen), expected[theirs]["token_nll"], strict=True):
+            np.testing.assert_allclose(mine, golden, atol=2e-4)
+
+
+def test_known_perplexity_of_smollm2(shared, tmp_path, smollm2_gguf, one_device):
+    """The first 1,024 tokens of WikiText-103's test set: 13.7547 in PyTorch 2.13, float32, on the same weights (the
+    slow test of parity/test_smollm2.py compares token by token)."""
+    tokenizer = load_tokenizer(str(smollm2_gguf))
+    text = read_text(str(shared / "data/text/wikitext-103-v1.test.lines.jsonl.gz"))
+    reader = load_reader(str(smollm2_gguf), mesh=one_device)
+    scores = score(text, reader, tokenizer, Protocol(), str(tmp_path / "scores"), limit_strides=1, progress=False)
+    assert np.exp(-scores.first_window.mean()) == pytest.approx(13.7547, rel=1e-4)

@@ -1,0 +1,117 @@
+"""Ranking policies and perplexities on tables written by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.metrics import perplexity, text_perplexity
+from eval.report import Report, check_strategies, format_report, policies
+from ralm_jax import ranking
+from ralm_jax.errors import UsageError
+from ralm_jax.score_table import Scores
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def scores():
+    """Three strides after the first window, two passages, two past and two target tokens. The second stride has one
+    passage, the third has none and one target token."""
+    past = np.array([
+        [[-9, -9], [-1, -4], [-3, -1]],
+        [[-9, -9], [-5, -5], [NAN, NAN]],
+        [[-9, -9], [NAN, NAN], [NAN, NAN]],
+    ], np.float32)  # fmt: skip
+    target = np.array([
+        [[-2, -2], [-1, -2], [-3, -3]],
+        [[-1, -1], [-4, -4], [NAN, NAN]],
+        [[-5, NAN], [NAN, NAN], [NAN, NAN]],
+    ], np.float32)  # fmt: skip
+    return Scores(
+        first_window=np.array([-1, -2, -3], np.float32),
+        past=past,
+        target=target,
+        passages=np.array([[7, 8], [3, -1], [-1, -1]]),
+        settings={"window": 4, "stride": 2, "k": 2, "dtype": "float32"},
+        about={"tokens": 9, "words": 4, "reader": "r", "text": "t", "overlap": 0.25, "overlap_words": 13},
+    )
+
+
+def test_policies(scores):
+    assert ranking.none(scores).tolist() == [0, 0, 0]
+    assert ranking.first(scores).tolist() == [1, 1, 0]
+    assert ranking.zero_shot(scores, 1).tolist() == [2, 1, 0]  # -1 beats -4
+    assert ranking.zero_shot(scores, 2).tolist() == [2, 1, 0]  # -4 beats -5
+    assert ranking.oracle(scores).tolist() == [1, 1, 0]
+    assert ranking.oracle(scores, k=1).tolist() == [1, 1, 0]
+
+
+def test_equals_go_to_the_higher_rank(scores):
+    scores.past[0, 2] = scores.past[0, 1]
+    assert ranking.zero_shot(scores, 2).tolist() == [1, 1, 0]
+
+
+def test_the_oracle_is_never_worse_than_a_passage(scores):
+    scores.target[0, 2] = [-0.1, -0.1]
+    assert ranking.oracle(scores).tolist() == [2, 1, 0]
+    assert ranking.oracle(scores, k=1).tolist() == [1, 1, 0]
+
+
+def test_random_is_seeded_and_takes_only_what_is_there(scores):
+    draws = np.array([ranking.random(scores, seed) for seed in range(50)])
+    assert (draws[:, 0] == 1).any()
+    assert (draws[:, 0] == 2).any()
+    assert (draws[:, 1] == 1).all()
+    assert (draws[:, 2] == 0).all()
+    np.testing.assert_array_equal(ranking.random(scores, 3), ranking.random(scores, 3))
+
+
+def test_a_table_without_passages(scores):
+    bare = Scores(scores.first_window, scores.past[:, :1], scores.target[:, :1], np.zeros((3, 0), np.int64), {}, {})
+    for policy in policies(2).values():
+        assert policy(bare).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_zero_shot_needs_its_past_tokens(scores, tokens):
+    with pytest.raises(UsageError, match="--past"):
+        ranking.zero_shot(scores, tokens)
+
+
+def test_perplexities_and_their_denominators(scores):
+    result = text_perplexity(scores, ranking.first(scores))
+    assert result.nll == pytest.approx(6 + 3 + 8 + 5)
+    assert result.scored_tokens == 3 + 2 + 2 + 1
+    assert (result.tokens, result.words) == (9, 4)
+    assert result.token_ppl == pytest.approx(math.exp(22 / 9))
+    assert result.word_ppl == pytest.approx(math.exp(22 / 4))
+    assert (result.strides, result.strides_without_passage) == (4, 2)
+    plain = text_perplexity(scores, ranking.none(scores))
+    assert plain.nll == pytest.approx(6 + 4 + 2 + 5)
+    assert plain.scored_tokens == result.scored_tokens
+    assert plain.strides_without_passage == 4
+
+
+def test_perplexities_that_are_no_number():
+    assert perplexity(10.0, 0) is None
+    assert perplexity(1e9, 1) is None
+    assert perplexity(0.0, 5) == 1.0
+
+
+def test_report(scores):
+    report = Report("tables/x", scores, {n: text_perplexity(scores, policies(2)[n](scores)) for n in policies(2)})
+    printed = format_report(report)
+    assert "The first passage raises token perplexity by 74.3% (6.612 to 11.524)." in printed
+    assert "8 tokens scored in 4 strides; token perplexity is over 9 tokens, word perplexity over 4 words." in printed
+    assert "25.0% of the text's words" in printed
+    figures = report.to_json()["strategies"]["first"]
+    assert figures["nll"] == pytest.approx(22)
+    assert {"token_ppl", "word_ppl", "nll", "tokens", "words", "strides", "strides_without_passage"} <= figures.keys()
+
+
+def test_strategies_are_checked():
+    assert check_strategies("none, first") == ["none", "first"]
+    for listed in ("none,best", "", ","):
+        with pytest.raises(UsageError, match="expected some of none, first, random, zero-shot, oracle"):
+            check_strategies(listed)
