@@ -230,15 +230,18 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
 
 def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor of a tokenizer.json puts in front of a text and behind it."""
-    for token in backend.get_vocab(with_added_tokens=False):
+    if not backend.num_special_tokens_to_add(False):
+        return (), ()
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    for token in sorted(vocabulary, key=vocabulary.__getitem__):  # the first that is not itself one of those added
         try:
             bare = backend.encode(token, add_special_tokens=False).ids
         except Exception:  # a word-level vocabulary without an unknown token cannot encode every token's name
             continue
-        if bare:
-            full = backend.encode(token, add_special_tokens=True).ids
-            start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
-            return tuple(full[:start]), tuple(full[start + len(bare) :])
+        full = backend.encode(token, add_special_tokens=True).ids
+        starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
+        if bare and len(starts) == 1:
+            return tuple(full[: starts[0]]), tuple(full[starts[0] + len(bare) :])
     return (), ()
 
 

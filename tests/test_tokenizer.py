@@ -46,6 +46,25 @@ class TestSpecialTokens:
         tokenizer = load_tokenizer(save(tmp_path / "t", bos=True))
         assert (tokenizer.prefix, tokenizer.suffix) == ((1,), (2,))
 
+    def test_it_does_not_matter_which_token_shows_it(self, tmp_path):
+        """The library lists a vocabulary in random order, the special tokens among the rest."""
+        from tokenizers import Tokenizer
+
+        from ralm_jax.tokenizer import template_specials
+
+        folder = save(tmp_path / "t", bos=True)
+        backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        names = backend.get_vocab(with_added_tokens=False)
+        for first in ("<s>", "</s>", "<unk>", " ", "ba"):
+
+            class Shuffled:
+                num_special_tokens_to_add, encode = backend.num_special_tokens_to_add, backend.encode
+
+                def get_vocab(self, *, with_added_tokens, first=first):
+                    return {first: -1} | {name: i for name, i in names.items() if name != first}
+
+            assert template_specials(Shuffled()) == ((1,), (2,))
+
     def test_template_and_flag_do_not_double_bos(self, tmp_path):
         tokenizer = load_tokenizer(save(tmp_path / "t", bos=True, add_bos_token=True, bos_token="<s>"))
         assert tokenizer.prefix == (1,)
