@@ -5,8 +5,8 @@
     python benchmarks/scoring.py --quick --json out.json
 
 The loop takes one window a forward and forms all logits (`eval_lm.py` of AI21Labs/in-context-ralm). Both sides read the
-same float32 checkpoint, each in processes of its own that take turns, and score the same windows: the first without
-passage, the others as strides of the demo's chronicle. Needs the test extra (PyTorch).
+same float32 checkpoint, each in processes of its own that take turns, and score the same windows of the demo's
+chronicle, without passages (which would change the tokens, not the work). Needs the test extra (PyTorch).
 """
 
 import json
@@ -90,7 +90,7 @@ def ours(job: Job) -> dict[str, Any]:
         length=job.window,
         bos=None,
     )
-    scorer = Scorer(reader, job.window)
+    scorer = Scorer(reader, job.window, past + job.targets)
     scorer.score(windows.rows(0, scorer.batch_size))  # compiles
     started = time.perf_counter()
     log_probs = scorer.score(windows)

@@ -1,7 +1,6 @@
 """Language modelling with and without retrieval: from a text to its ScoreTable (In-Context RALM, section 5)."""
 
 import logging
-import re
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -13,75 +12,57 @@ from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
 from ralm_jax.score_table import KIND, Scores, ScoreTable, open_scores
 from ralm_jax.scoring import Job, PassageTokens, Scorer, chunk_strides, score_job
-from ralm_jax.storage import Folder
+from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
+from ralm_jax.storage import Folder, refuse_mismatch
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.windows import Protocol, make_schedule
-from retrieval.bm25 import BM25Index, build_index
+from ralm_jax.windows import Schedule, make_schedule
+from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, Passages
-from retrieval.query import Retrieval, retrieve
-from retrieval.table import RetrievalTable, open_retrieval, read_json
+from retrieval.interchange import import_json
+from retrieval.overlap import OVERLAP_WORDS, overlap
+from retrieval.query import retrieve
+from retrieval.retriever import Retriever, open_index
+from retrieval.table import RetrievalTable, open_retrieval
 
 log = logging.getLogger("ralm")
-
-OVERLAP_WORDS = 13  # the run length of GPT-3's and The Pile's contamination checks
 
 
 def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTable, Passages]:
     """A RetrievalTable, or the paper's JSON, and the passages that its rows are.
 
     Args:
-        index: where the index lies, if not where it was when the table was made.
+        index: where the index is, if not where it was when the table was made.
 
     Raises:
         UsageError: there is no table, or its index has gone.
         RalmError: the index there is another one.
     """
     if Path(location).expanduser().is_file():
-        return read_json(location)
+        return import_json(location)
     table = open_retrieval(location)
     where = index or table.about["index"]
     try:
-        opened = BM25Index.open(where)
+        opened = open_index(where)
     except UsageError:
         raise UsageError(f"{where}: the index of {location} is not there; say where it is with --index") from None
-    if opened.fingerprint != table.settings["retriever"]:
+    if opened.fingerprint != table.settings["retriever_sha256"]:
         raise RalmError(f"{where}: not the index that {location} was retrieved from; name that one with --index")
     return table, opened.passages
-
-
-def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, protocol: Protocol) -> None:
-    """
-    Raises:
-        UsageError: a window longer than the reader's positions.
-        RalmError: a tokenizer whose tokens the reader does not have.
-    """
-    config = reader.config
-    if tokens.max(initial=0) >= config.vocab_size or max(tokenizer.prefix, default=0) >= config.vocab_size:
-        raise RalmError(
-            f"{tokenizer.origin}: the text has token {tokens.max()}, the reader {reader.name} knows "
-            f"{config.vocab_size}; name the reader's own tokenizer with --tokenizer"
-        )
-    if protocol.window > config.max_positions:
-        message = f"a window of {protocol.window} is longer than the {config.max_positions} positions of {reader.name}"
-        if config.learned_positions:
-            raise UsageError(f"{message}; use --window {config.max_positions}")
-        log.warning("%s: expect worse predictions", message)
 
 
 def score(
     text: Text,
     reader: Reader,
     tokenizer: Tokenizer,
-    protocol: Protocol,
     location: str,
     *,
+    strides: StrideSettings,
+    windows: WindowSettings,
     retrieved: tuple[RetrievalTable, Passages] | None = None,
     k: int = 16,
     batch_size: int | None = None,
-    limit_strides: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    if_exists: IfExists = "refuse",
     progress: bool | None = None,
 ) -> Scores:
     """Scores every stride of `text` without passage and with each of its first `k` retrieved ones.
@@ -90,61 +71,133 @@ def score(
         location: folder or bucket of the ScoreTable; written chunk by chunk.
         retrieved: a RetrievalTable and its passages; None to score without passages only.
         batch_size: windows a forward; None chooses.
-        limit_strides: only the first so many strides, the first window included.
+        progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
-        UsageError: sizes that do not fit together, or `location` is taken.
+        UsageError: sizes that do not fit together, or `location` is taken and `if_exists` refuses.
         RalmError: text, tokenizer, reader and retrieval do not belong together, or the table cannot be written.
     """
-    if k < 0:
-        raise UsageError(f"k must be at least 0, not {k}")
+    at_least(0, k=k)
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
     if len(tokens) < 2:
         raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
-    check_reader(reader, tokenizer, tokens, protocol)
-    schedule = make_schedule(len(tokens), protocol.window, protocol.stride, limit_strides)
-    rows = np.zeros((len(schedule) - 1, 0), np.int64)
-    about: dict[str, Any] = {"text": text.origin, "reader": reader.name}
-    if retrieved is not None:
-        table, passages = retrieved
-        check_retrieved(table, tokenizer, text)
-        table.check_schedule(schedule, f"window {protocol.window} and stride {protocol.stride}")
-        rows = table.rows[1 : len(schedule), : min(k, table.k)]
-        encode = PassageTokens(passages.contents, tokenizer, protocol)
-        about["retrieval"] = table.origin
-    else:
-        encode = PassageTokens(lambda _: [], tokenizer, protocol)
-    bos = tokenizer.prefix[0] if protocol.bos == "every-window" and tokenizer.prefix else None
+    check_reader(reader, tokenizer, tokens, strides.window)
+    schedule = make_schedule(len(tokens), strides)
+    everywhere = windows.bos_of(strides.preset) == "every-window"
+    rows, passages = candidate_rows(retrieved, text, tokens, tokenizer, schedule, strides, k)
+    encode = PassageTokens(passages.contents, tokenizer, windows.passage_limit(strides), specials=not everywhere)
 
-    settings = score_settings(text, reader, tokenizer, protocol, rows, retrieved, limit_strides, len(schedule) - 1)
-    folder = Folder.create(location, KIND, settings, resume=resume, overwrite=overwrite)
-    scorer = Scorer(reader, protocol.window, batch_size)
-    score_table = ScoreTable(
+    settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
+    settings["retrieval"] = retrieved[0].settings if retrieved else None
+    folder = Folder.create(location, KIND, settings, if_exists)
+    scorer = Scorer(reader, strides.window, windows.past + strides.stride, batch_size)
+    table = ScoreTable(
         folder,
-        strides=len(schedule) - 1,
-        passages=rows.shape[1],
-        past=protocol.past,
-        stride=protocol.stride,
+        passages=rows,
+        token_ends=offsets[: schedule.ends[-1], 1],
+        past=windows.past,
+        stride=strides.stride,
         first=int(schedule.ends[0]) - 1,
         chunk=chunk_strides(1 + rows.shape[1], scorer.batch_size),
     )
-    score_job(scorer, Job(tokens, schedule, protocol, rows, encode, bos), score_table, progress=progress)
+    bos = tokenizer.bos if everywhere else None
+    score_job(scorer, Job(tokens, schedule, strides, windows.past, rows, encode, bos), table, progress=progress)
 
+    folder.about.update(describe(text, offsets, schedule, rows, passages, encode), reader=reader.name)
     if retrieved is not None:
-        used = np.unique(rows[rows >= 0])
-        encode(used)  # a resumed run has not seen them all
-        about |= {"passages": len(used), "passages_truncated": len(encode.truncated), "overlap_words": OVERLAP_WORDS}
-        scored_text = text.content[: offsets[schedule.ends[-1] - 1, 1]]
-        about["overlap"] = overlap(scored_text, passages.contents(used), OVERLAP_WORDS)
-        if encode.truncated:
-            limit = min(protocol.passage_tokens, protocol.passage_room)
-            log.warning("%d of %d passages were cut to %d tokens", len(encode.truncated), len(used), limit)
-    whole = schedule.ends[-1] == len(tokens)
-    about["tokens"] = int(schedule.ends[-1])
-    about["words"] = text.words_up_to(len(text.content) if whole else int(offsets[schedule.ends[-1] - 1, 1]))
-    folder.about.update(about)
+        folder.about["retrieved"] = retrieved[0].origin
     folder.write_manifest()
     return open_scores(location)
+
+
+def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
+    """Refuses a text or a window that the reader cannot take.
+
+    Raises:
+        UsageError: a window longer than the reader's learned positions.
+        RalmError: a token that the reader does not have.
+    """
+    config = reader.config
+    highest = max(int(tokens.max()), *tokenizer.prefix, 0)
+    if highest >= config.vocab_size:
+        raise RalmError(
+            f"{tokenizer.origin}: gives token {highest}, the reader {reader.name} knows {config.vocab_size}; name the "
+            "reader's own tokenizer with --tokenizer"
+        )
+    if window > config.max_positions:
+        message = f"a window of {window} is longer than the {config.max_positions} positions of {reader.name}"
+        if config.learned_positions:
+            raise UsageError(f"{message}; use --window {config.max_positions}")
+        log.warning("%s: expect worse predictions", message)
+
+
+def candidate_rows(
+    retrieved: tuple[RetrievalTable, Passages] | None,
+    text: Text,
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    schedule: Schedule,
+    strides: StrideSettings,
+    k: int,
+) -> tuple[np.ndarray, Passages]:
+    """The first `k` passages (J, k) of each stride after the first, and what their rows are.
+
+    Raises:
+        RalmError: the table was made for another text, tokenizer or schedule.
+    """
+    if retrieved is None:
+        return np.zeros((len(schedule) - 1, 0), np.int64), Passages.of([])
+    table, passages = retrieved
+    table.check_schedule(schedule, f"window {strides.window} and stride {strides.stride}")
+    table.check_text(text, tokens, tokenizer)
+    if k > table.k:
+        log.warning("%s has %d passages a stride; scoring these, not %d", table.origin, table.k, k)
+    return table.rows[1 : len(schedule), :k], passages
+
+
+def score_settings(
+    text: Text,
+    reader: Reader,
+    tokenizer: Tokenizer,
+    strides: StrideSettings,
+    windows: WindowSettings,
+    rows: np.ndarray,
+    count: int,
+) -> dict[str, Any]:
+    """What a ScoreTable is a function of, beside the passages; a table is resumed only where all of it agrees."""
+    return {
+        "text_sha256": text.fingerprint,
+        "tokenizer_sha256": tokenizer.fingerprint,
+        "weights_sha256": reader.fingerprint,
+        "config": reader.config.to_hf(),
+        "dtype": reader.dtype,
+        "window": strides.window,
+        "stride": strides.stride,
+        "past": windows.past,
+        "passage_tokens": windows.passage_tokens,
+        "bos": windows.bos_of(strides.preset),
+        "strides": count,
+        "k": rows.shape[1],
+        "rows_sha256": sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
+    }
+
+
+def describe(
+    text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: Passages, encode: PassageTokens
+) -> dict[str, Any]:
+    """What a finished table tells of its text: the denominators of its perplexities, and overlap with the passages."""
+    tokens = int(schedule.ends[-1])
+    end = len(text.content) if tokens == len(offsets) else int(offsets[tokens - 1, 1])
+    about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": text.words_up_to(end)}
+    used = np.unique(rows[rows >= 0])
+    if len(used):
+        encode(used)  # a resumed run has not seen them all
+        shared = overlap(text.content[:end], passages.contents(used))
+        about |= {"passages": len(used), "passages_truncated": len(encode.truncated)}
+        about |= {"overlap": shared, "overlap_words": OVERLAP_WORDS}
+    if encode.truncated:
+        log.warning("%d of %d passages were cut to %d tokens", len(encode.truncated), len(used), encode.limit)
+    return about
 
 
 def language_model(
@@ -152,113 +205,70 @@ def language_model(
     reader: Reader,
     tokenizer: Tokenizer,
     passages: Iterable[Passage],
-    retrieval: Retrieval,
-    protocol: Protocol,
     out: str,
     *,
-    source: str = "",
+    strides: StrideSettings,
+    queries: QuerySettings,
+    windows: WindowSettings,
+    source: dict[str, Any],
+    excluded: frozenset[str] = frozenset(),
     batch_size: int | None = None,
-    limit_strides: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    if_exists: IfExists = "refuse",
     progress: bool | None = None,
 ) -> Scores:
     """Index, retrieval and scores of a text and a corpus, in the folders index, retrieval and scores of `out`.
 
     Args:
-        source: where `passages` come from; with `resume`, a finished index of the same source is used as it is.
+        source: what `passages` come from (`corpus.describe_corpus`); a finished index of the same source is resumed.
 
     Raises:
-        UsageError, RalmError: as `build_index`, `retrieve` and `score` do.
+        UsageError: `out` holds an earlier run and `if_exists` refuses; or as `build_index`, `retrieve`, `score` do.
+        RalmError: as these do.
     """
     root = Path(out).expanduser()
-    where = str(root / "index")
-    finished = finished_index(where) if resume else None
-    if finished is not None and finished.about["source"] != source:
-        raise RalmError(f"{where}: was built from {finished.about['source']}, not from {source}; choose another folder")
-    index = finished or build_index(passages, where, source=source, overwrite=overwrite or resume, progress=progress)
-    again: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress}
-    again["limit_strides"] = limit_strides
-    table = retrieve(index, text, tokenizer, retrieval, str(root / "retrieval"), **again)
+    taken = [name for name in ("index", "retrieval", "scores", "report.json") if (root / name).exists()]
+    if "://" in out:
+        raise UsageError(f"{out}: the index needs a local disk; use the steps one by one to write to a bucket")
+    if taken and if_exists == "refuse":
+        raise UsageError(f"{out}: has {', '.join(taken)} already; add --resume to go on, or --overwrite")
+    index = resumed_index(str(root / "index"), source) if if_exists == "resume" else None
+    if index is None:
+        index = build_index(passages, str(root / "index"), source=source, overwrite=True, progress=progress)
+    table = retrieve(
+        index,
+        text,
+        tokenizer,
+        str(root / "retrieval"),
+        strides=strides,
+        queries=queries,
+        excluded=excluded,
+        if_exists=if_exists,
+        progress=progress,
+    )
     return score(
         text,
         reader,
         tokenizer,
-        protocol,
         str(root / "scores"),
+        strides=strides,
+        windows=windows,
         retrieved=(table, index.passages),
-        k=retrieval.k,
+        k=queries.k,
         batch_size=batch_size,
-        **again,
+        if_exists=if_exists,
+        progress=progress,
     )
 
 
-def finished_index(location: str) -> BM25Index | None:
-    """The index at `location`, if there is a finished one."""
+def resumed_index(location: str, source: dict[str, Any]) -> Retriever | None:
+    """The finished index at `location`, or None if there is none.
+
+    Raises:
+        RalmError: it was made from something else than `source`.
+    """
     try:
-        return BM25Index.open(location)
+        index = open_index(location)
     except RalmError:
         return None
-
-
-def score_settings(
-    text: Text,
-    reader: Reader,
-    tokenizer: Tokenizer,
-    protocol: Protocol,
-    rows: np.ndarray,
-    retrieved: tuple[RetrievalTable, Passages] | None,
-    limit_strides: int | None,
-    strides: int,
-) -> dict[str, Any]:
-    """What a ScoreTable is a function of; a table is resumed only where all of it agrees."""
-    return {
-        "family": reader.config.model_type,
-        "config": reader.config.to_hf(),
-        "weights": reader.fingerprint,
-        "dtype": reader.dtype,
-        "tokenizer": tokenizer.fingerprint,
-        "text": text.fingerprint,
-        "window": protocol.window,
-        "stride": protocol.stride,
-        "past": protocol.past,
-        "passage_tokens": protocol.passage_tokens,
-        "bos": protocol.bos,
-        "k": rows.shape[1],
-        "strides": strides,
-        "limit_strides": limit_strides,
-        "rows": sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
-        "retrieval": retrieved[0].settings if retrieved else None,
-    }
-
-
-def check_retrieved(table: RetrievalTable, tokenizer: Tokenizer, text: Text) -> None:
-    """
-    Raises:
-        RalmError: the table was made for another text, or with another tokenizer.
-    """
-    for name, ours in (("text", text), ("tokenizer", tokenizer)):
-        theirs = table.settings.get(name, ours.fingerprint)
-        if theirs != ours.fingerprint:
-            made = table.about.get(name, "another one")
-            raise RalmError(f"{table.origin}: was retrieved with the {name} of {made}, not of {ours.origin}")
-
-
-def overlap(text: str, passages: Iterable[str], run: int) -> float:
-    """The share of the text's words that stand in a run of `run` words which a passage has too: retrieval that finds
-    the evaluated text itself measures memory, not help. Case and punctuation do not count."""
-
-    def words(string: str) -> list[str]:
-        return re.findall(r"\w+", string.lower())
-
-    own = words(text)
-    runs: dict[tuple[str, ...], list[int]] = {}
-    for i in range(len(own) - run + 1):
-        runs.setdefault(tuple(own[i : i + run]), []).append(i)
-    covered = np.zeros(len(own), bool)
-    for passage in passages:
-        found = words(passage)
-        for i in range(len(found) - run + 1):
-            for start in runs.get(tuple(found[i : i + run]), ()):
-                covered[start : start + run] = True
-    return float(covered.mean()) if own else 0.0
+    refuse_mismatch(location, index.about["source"], source)
+    return index

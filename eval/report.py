@@ -1,5 +1,6 @@
 """Perplexities of ScoreTables under ranking policies, as a table and as JSON."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +26,7 @@ class Report:
         """The object that `ralm report --json` writes."""
         return {
             "strategies": {
-                name: {
-                    "token_ppl": result.token_ppl,
-                    "word_ppl": result.word_ppl,
-                    "nll": result.nll,
-                    "tokens": result.tokens,
-                    "words": result.words,
-                    "scored_tokens": result.scored_tokens,
-                    "strides": result.strides,
-                    "strides_without_passage": result.strides_without_passage,
-                }
+                name: {"token_ppl": result.token_ppl, "word_ppl": result.word_ppl, **dataclasses.asdict(result)}
                 for name, result in self.strategies.items()
             },
             "config": {"scores": self.location, **self.scores.settings, **self.scores.about},

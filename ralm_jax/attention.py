@@ -55,6 +55,7 @@ def attend(
             mask = mask & valid[:, None, :stop]
         mask = jnp.tile(mask, (1, group, 1))[:, None]  # (B or 1) 1 (G t) S
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+        # the maximum cancels, so no gradient; dividing after the product touches (t, H) numbers instead of (t, S)
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
         total = weights.sum(axis=-1, keepdims=True)
         output = jnp.einsum(

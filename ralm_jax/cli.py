@@ -5,172 +5,29 @@ Nothing heavy is imported before a command runs, and only here does `ralm_jax` l
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
-from tyro.conf import arg, create_mutex_group
+from tyro.conf import create_mutex_group
 
 from ralm_jax import __version__
+from ralm_jax.cli_options import (
+    CorpusOptions,
+    ReaderOptions,
+    ReportOptions,
+    RerunOptions,
+    check_output_file,
+    titles_in,
+)
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings, at_least
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ralm_jax.windows import Protocol
-    from retrieval.corpus import Passage
-    from retrieval.query import Retrieval
-
-ONE_OF_RERUN = create_mutex_group(required=False, title="output that is there")
 ONE_OF_QUERY = create_mutex_group(required=True, title="queries")
-
-
-# --- options that several commands share ---
-
-
-@dataclass(frozen=True)
-class RerunOptions:
-    """What to do with an earlier run's output."""
-
-    resume: Annotated[bool, ONE_OF_RERUN] = False
-    """Go on where an earlier run stopped."""
-    overwrite: Annotated[bool, ONE_OF_RERUN] = False
-    """Replace what an earlier run left."""
-
-
-@dataclass(frozen=True)
-class CorpusOptions:
-    """How the corpus becomes passages."""
-
-    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "text"] = "auto"
-    """Format of the files; auto goes by their names and first rows."""
-    passage_words: int = 100
-    """Running text is cut into passages of so many words."""
-    split_rows: bool = False
-    """Cut the rows of jsonl and TSV files as well; they are passages as they are otherwise."""
-
-    def read(self, corpus: str) -> "Iterator[Passage]":
-        from retrieval.corpus import read_corpus
-
-        return read_corpus(corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows)
-
-
-@dataclass(frozen=True)
-class StrideOptions:
-    """How the text is cut into windows and strides."""
-
-    window: int = 1024
-    """Tokens a window."""
-    stride: int = 4
-    """Tokens that each window predicts; there is one retrieval a stride."""
-    k: int = 16
-    """Passages a stride."""
-    limit_strides: int | None = None
-    """Only the first so many strides, the first window included. Default: all."""
-    preset: Literal["default", "ai21"] = "default"
-    """ai21: BOS and title exclusion as in the paper's released code."""
-
-
-@dataclass(frozen=True)
-class QueryOptions:
-    """How passages are found."""
-
-    query_length: int = 32
-    """Tokens before the target that make the query."""
-    exclude_titles: str | None = None
-    """File with one title a line; passages with these titles are left out."""
-    exclusion: Literal["inside", "after"] | None = None
-    """Leave titles out inside the search (k hits guaranteed) or after it. Default: inside; ai21: after."""
-
-    def retrieval(self, strides: StrideOptions) -> "Retrieval":
-        from retrieval.corpus import read_titles
-        from retrieval.query import Retrieval
-
-        return Retrieval(
-            stride=strides.stride,
-            window=strides.window,
-            query_length=self.query_length,
-            k=strides.k,
-            excluded=read_titles(self.exclude_titles) if self.exclude_titles else frozenset(),
-            exclusion=self.exclusion or ("after" if strides.preset == "ai21" else "inside"),
-        )
-
-
-@dataclass(frozen=True)
-class ScoringOptions:
-    """How windows are built and scored."""
-
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    past: int = 32
-    """Tokens before the target that are scored too, for zero-shot reranking."""
-    passage_tokens: int = 256
-    """A passage is cut to so many tokens."""
-    bos: Literal["every-window", "passage"] | None = None
-    """Where the BOS of a tokenizer that adds one goes. Default: by preset, every-window or (ai21) passage."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and computation; log-probabilities are float32 always."""
-    batch_size: Annotated[int | Literal["auto"], arg(metavar="N|auto")] = "auto"
-    """Windows a forward; auto fills the device."""
-
-    def protocol(self, strides: StrideOptions) -> "Protocol":
-        from ralm_jax.windows import PRESETS, Protocol
-
-        return Protocol(
-            window=strides.window,
-            stride=strides.stride,
-            past=self.past,
-            passage_tokens=self.passage_tokens,
-            bos=self.bos or PRESETS[strides.preset],
-        )
-
-    def windows_a_batch(self) -> int | None:
-        """None for auto.
-
-        Raises:
-            UsageError: below 1.
-        """
-        if self.batch_size == "auto":
-            return None
-        if self.batch_size < 1:
-            raise UsageError(f"batch size must be at least 1, not {self.batch_size}")
-        return self.batch_size
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """What is reported."""
-
-    strategies: str = "none,first,zero-shot,oracle"
-    """Of none, first, random, zero-shot, oracle; separated by commas."""
-    zero_shot_tokens: int = 16
-    """Past tokens that zero-shot reranking goes by."""
-    seed: int = 0
-    """For random."""
-
-    def names(self) -> list[str]:
-        from eval.report import check_strategies
-
-        return check_strategies(self.strategies)
-
-    def show(self, tables: Sequence[str], json_file: str | None) -> None:
-        """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them."""
-        from eval.report import format_report, make_report
-        from ralm_jax.text import write_text
-
-        reports = [
-            make_report(table, self.names(), zero_shot_tokens=self.zero_shot_tokens, seed=self.seed) for table in tables
-        ]
-        print("\n\n".join(format_report(report) for report in reports))
-        if json_file:
-            content = [report.to_json() for report in reports]
-            write_text(json_file, json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
-
-
-# --- the commands ---
 
 
 @dataclass(frozen=True)
@@ -188,7 +45,8 @@ class Index:
     def run(self) -> None:
         from retrieval.bm25 import build_index
 
-        index = build_index(self.passages.read(self.corpus), self.out, source=self.corpus, overwrite=self.overwrite)
+        source = self.passages.describe(self.corpus)
+        index = build_index(self.passages.read(self.corpus), self.out, source=source, overwrite=self.overwrite)
         print(f"{self.out}: {index.about['passages']:,} passages, {index.about['terms']:,} terms")
 
 
@@ -206,34 +64,36 @@ class Retrieve:
     """Folder or bucket for the RetrievalTable."""
     export_json: str | None = None
     """Also write the paper's retrieval JSON to this file."""
-    strides: StrideOptions = StrideOptions()
-    queries: QueryOptions = QueryOptions()
+    exclude_titles: str | None = None
+    """File with one title a line; passages with these titles are left out."""
+    strides: StrideSettings = StrideSettings()
+    queries: QuerySettings = QuerySettings()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
         from ralm_jax.text import read_text
         from ralm_jax.tokenizer import load_tokenizer
-        from retrieval.bm25 import BM25Index
+        from retrieval.interchange import export_json
         from retrieval.query import retrieve
-        from retrieval.table import write_json
+        from retrieval.retriever import open_index
 
         check_output_file(self.export_json)
-        retrieval = self.queries.retrieval(self.strides)
-        index, text, tokenizer = BM25Index.open(self.index), read_text(self.text), load_tokenizer(self.tokenizer)
+        excluded = titles_in(self.exclude_titles)
+        index, text, tokenizer = open_index(self.index), read_text(self.text), load_tokenizer(self.tokenizer)
         table = retrieve(
             index,
             text,
             tokenizer,
-            retrieval,
             self.out,
-            limit_strides=self.strides.limit_strides,
-            resume=self.rerun.resume,
-            overwrite=self.rerun.overwrite,
+            strides=self.strides,
+            queries=self.queries,
+            excluded=excluded,
+            if_exists=self.rerun.if_exists,
         )
         found = (table.rows >= 0).sum(axis=1)
         print(f"{self.out}: {len(found):,} strides, {found.mean():.1f} passages each, {(found == 0).sum():,} without")
         if self.export_json:
-            write_json(self.export_json, table, index.passages, text, tokenizer)
+            export_json(self.export_json, table, index.passages, text, tokenizer)
             print(f"{self.export_json}: the same in the paper's format")
 
 
@@ -251,31 +111,33 @@ class Score:
     """RetrievalTable, or the paper's retrieval JSON; without it only "no passage" is scored."""
     index: str | None = None
     """The index of the RetrievalTable, if it has been moved."""
-    strides: StrideOptions = StrideOptions()
-    scoring: ScoringOptions = ScoringOptions()
+    k: int = 16
+    """Passages a stride that are scored."""
+    strides: StrideSettings = StrideSettings()
+    windows: WindowSettings = WindowSettings()
+    reader: ReaderOptions = ReaderOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
         from eval.lm import open_retrieved, score
-        from ralm_jax.reader import load_reader
         from ralm_jax.text import read_text
-        from ralm_jax.tokenizer import load_tokenizer
 
-        protocol, batch_size = self.scoring.protocol(self.strides), self.scoring.windows_a_batch()
-        text, tokenizer = read_text(self.text), load_tokenizer(self.scoring.tokenizer or self.model)
+        at_least(0, k=self.k)
+        self.windows.passage_limit(self.strides)  # known before anything is loaded
+        batch_size, text = self.reader.windows_a_batch(), read_text(self.text)
         retrieved = open_retrieved(self.retrieval, self.index) if self.retrieval else None
+        tokenizer, reader = self.reader.load(self.model)
         scores = score(
             text,
-            load_reader(self.model, dtype=self.scoring.dtype),
+            reader,
             tokenizer,
-            protocol,
             self.out,
+            strides=self.strides,
+            windows=self.windows,
             retrieved=retrieved,
-            k=self.strides.k,
+            k=self.k,
             batch_size=batch_size,
-            limit_strides=self.strides.limit_strides,
-            resume=self.rerun.resume,
-            overwrite=self.rerun.overwrite,
+            if_exists=self.rerun.if_exists,
         )
         print(f"{self.out}: {1 + len(scores.passages):,} strides, {int(scores.num_passages.sum()):,} passages scored")
 
@@ -316,13 +178,12 @@ class Search:
 
     def run(self) -> None:
         from ralm_jax.text import write_text
-        from retrieval.bm25 import BM25Index
-        from retrieval.corpus import read_queries, read_titles
+        from retrieval.corpus import read_queries
+        from retrieval.retriever import look_up, open_index
 
         check_output_file(self.json)
         queries = read_queries(self.queries) if self.queries else [self.query or ""]
-        titles = read_titles(self.exclude_titles) if self.exclude_titles else frozenset()
-        rows = BM25Index.open(self.index).look_up(queries, self.k, titles)
+        rows = look_up(open_index(self.index), queries, self.k, titles_in(self.exclude_titles))
         if self.json:
             write_text(self.json, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             print(f"{self.json}: {len(rows):,} queries")
@@ -345,49 +206,46 @@ class LM:
     """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not."""
     out: str
     """Folder for index, retrieval, scores and report.json."""
+    exclude_titles: str | None = None
+    """File with one title a line; passages with these titles are left out."""
     passages: CorpusOptions = CorpusOptions()
-    strides: StrideOptions = StrideOptions()
-    queries: QueryOptions = QueryOptions()
-    scoring: ScoringOptions = ScoringOptions()
+    strides: StrideSettings = StrideSettings()
+    queries: QuerySettings = QuerySettings()
+    windows: WindowSettings = WindowSettings()
+    reader: ReaderOptions = ReaderOptions()
     report: ReportOptions = ReportOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
         from eval.lm import language_model
-        from ralm_jax.reader import load_reader
         from ralm_jax.text import read_text
-        from ralm_jax.tokenizer import load_tokenizer
 
-        self.report.names()
-        protocol, retrieval = self.scoring.protocol(self.strides), self.queries.retrieval(self.strides)
-        batch_size = self.scoring.windows_a_batch()
-        text, tokenizer = read_text(self.text), load_tokenizer(self.scoring.tokenizer or self.model)
+        self.windows.passage_limit(self.strides)  # known before anything is loaded
+        if "zero-shot" in self.report.names() and self.report.zero_shot_tokens > self.windows.past:
+            raise UsageError(
+                f"zero-shot reranking by {self.report.zero_shot_tokens} tokens needs as many past tokens, not "
+                f"{self.windows.past}: raise --past, or lower --zero-shot-tokens"
+            )
+        batch_size, text, excluded = self.reader.windows_a_batch(), read_text(self.text), titles_in(self.exclude_titles)
+        source = self.passages.describe(self.corpus)
+        tokenizer, reader = self.reader.load(self.model)
         language_model(
             text,
-            load_reader(self.model, dtype=self.scoring.dtype),
+            reader,
             tokenizer,
             self.passages.read(self.corpus),
-            retrieval,
-            protocol,
             self.out,
-            source=self.corpus,
+            strides=self.strides,
+            queries=self.queries,
+            windows=self.windows,
+            source=source,
+            excluded=excluded,
             batch_size=batch_size,
-            limit_strides=self.strides.limit_strides,
-            resume=self.rerun.resume,
-            overwrite=self.rerun.overwrite,
+            if_exists=self.rerun.if_exists,
         )
         out = Path(self.out).expanduser()
         self.report.show([str(out / "scores")], str(out / "report.json"))
         print(f"\nIndex, retrieval, scores and report.json are in {self.out}.")
-
-
-def check_output_file(path: str | None) -> None:
-    """
-    Raises:
-        UsageError: the folder that `path` should go to is not there; better known before an hour of work.
-    """
-    if path and not Path(path).expanduser().absolute().parent.is_dir():
-        raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -407,19 +265,25 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"ralm {__version__}")
         return
     logging.basicConfig(format="ralm: %(levelname)s: %(message)s", level=logging.WARNING)
+    command: Any = None
     try:
-        tyro.extras.subcommand_cli_from_dict(
+        command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="ralm",
             description="How much does retrieval help a frozen language model? "
             "`ralm lm` answers in one go; the other commands are its steps. `ralm --version` prints the version.",
             args=args,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
-        ).run()
+        )
+        command.run()
     except RalmError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        fail("interrupted; finished chunks are kept, and --resume goes on from there", 130)
+        resumable = hasattr(command, "rerun")
+        fail("interrupted" + ("; finished chunks are kept, and --resume goes on from there" if resumable else ""), 130)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:  # a full disk, no permission
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except RuntimeError as error:

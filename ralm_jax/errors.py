@@ -11,3 +11,9 @@ class UsageError(RalmError):
     """The request itself cannot be met: a missing path, a folder in the way, an impossible size. Exit code 2."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, without the pages that some append."""
+    text = str(error).strip().replace("\0", "")
+    return text.split("\n")[0].split(" [")[0] if text else type(error).__name__

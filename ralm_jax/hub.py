@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError, UsageError, first_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,7 +41,7 @@ def fetch(model: str, weights: bool) -> Path:
 
     patterns = ["config.json", *TOKENIZER_FILES]
     if weights:
-        patterns += ["*.safetensors", "model.safetensors.index.json"]
+        patterns += ["model*.safetensors", "model.safetensors.index.json"]
     offline = " (offline mode, HF_HUB_OFFLINE, is on)" if constants.HF_HUB_OFFLINE else ""
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
@@ -52,5 +52,4 @@ def fetch(model: str, weights: bool) -> Path:
     except errors.HFValidationError:
         raise UsageError(f"{model}: no such folder, and not a Hugging Face id") from None
     except (errors.HTTPError, OSError) as error:  # unknown or gated repository, no network, an incomplete snapshot
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RalmError(f"{model}: could not be fetched from the hub: {reason}") from None
+        raise RalmError(f"{model}: could not be fetched from the hub: {first_line(error)}") from None

@@ -6,16 +6,16 @@ logits are float32.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.attention import attend
 from ralm_jax.config import ReaderConfig
-from ralm_jax.rope import rotate_half
+from ralm_jax.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any, *, init: str = "normal"
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike, *, init: str = "normal"
 ) -> nnx.Param:
     """One tensor: shape, logical axes, dtype and initialisation ("normal", "zeros" or "ones") in one record."""
     initializer = {
@@ -53,7 +53,7 @@ class Linear(nnx.Module):
         *,
         bias: bool,
         rngs: nnx.Rngs,
-        dtype: Any,
+        dtype: DTypeLike,
     ):
         """`inputs` and `outputs` map logical axis names to sizes, in order."""
         sizes = (*inputs.values(), *outputs.values())
@@ -61,19 +61,20 @@ class Linear(nnx.Module):
         self.kernel = parameter(rngs, sizes, (*inputs, *outputs), dtype)
         self.bias = parameter(rngs, tuple(outputs.values()), tuple(outputs), dtype, init="zeros") if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.tensordot(x, self.kernel[...], axes=self.contracted)
-        return y if self.bias is None else y + broadcast_over(self.bias[...], y)
+    def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+        """`dtype` is that of the sums and of the result, if not the parameters' own."""
+        y = jnp.tensordot(x, self.kernel[...], axes=self.contracted, preferred_element_type=dtype)
+        return y if self.bias is None else y + broadcast_over(self.bias[...], y).astype(y.dtype)
 
 
 class Embedding(nnx.Module):
     """A table of vectors; `logits` uses it as a tied head."""
 
-    def __init__(self, rows: int, features: int, *, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, rows: int, features: int, *, axes: tuple[str, str], rngs: nnx.Rngs, dtype: DTypeLike):
         self.table = parameter(rngs, (rows, features), axes, dtype)
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.table[...], ids, axis=0)
+        return constrain(jnp.take(self.table[...], ids, axis=0), "batch", None, None)
 
     def logits(self, x: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         return jnp.einsum("brd,vd->brv", x, self.table[...], preferred_element_type=jnp.float32)
@@ -82,7 +83,7 @@ class Embedding(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation with scale and bias, computed in float32."""
 
-    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.epsilon = epsilon
         self.scale = parameter(rngs, (features,), ("embed",), dtype, init="ones")
         self.bias = parameter(rngs, (features,), ("embed",), dtype, init="zeros")
@@ -98,7 +99,7 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32; casts back first, then scales, as Hugging Face's Llama does."""
 
-    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, features: int, epsilon: float, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.epsilon = epsilon
         self.scale = parameter(rngs, (features,), ("embed",), dtype, init="ones")
 
@@ -109,9 +110,11 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with K key/value heads for N query heads; rotary where phases are given."""
+    """Causal self-attention with K key/value heads for N query heads; queries and keys rotated where asked for."""
 
-    def __init__(self, config: ReaderConfig, *, bias: bool, out_bias: bool, scale: float, rngs: nnx.Rngs, dtype: Any):
+    def __init__(
+        self, config: ReaderConfig, *, bias: bool, out_bias: bool, scale: float, rngs: nnx.Rngs, dtype: DTypeLike
+    ):
         embed, heads = {"embed": config.hidden_size}, {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         self.q = Linear(embed, heads, bias=bias, rngs=rngs, dtype=dtype)
@@ -124,18 +127,16 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         valid: Bool[Array, "B T"] | None = None,
-        phases: tuple[jax.Array, jax.Array] | None = None,
+        rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
     ) -> Float[Array, "B T D"]:
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if phases is not None:
-            q, k = rotate_half(q, phases), rotate_half(k, phases)
+        q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
         return self.o(attend(q, k, v, scale=self.scale, valid=valid))
 
 
 class MLP(nnx.Module):
     """down(act(up x)), or down(act(gate x) * up x) where `gated`."""
 
-    def __init__(self, config: ReaderConfig, *, gated: bool, bias: bool, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, config: ReaderConfig, *, gated: bool, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.mlp_size}
         self.activation = config.activation
         self.gate = Linear(embed, mlp, bias=bias, rngs=rngs, dtype=dtype) if gated else None

@@ -54,7 +54,13 @@ def zero_shot(scores: Scores, tokens: int = 16) -> np.ndarray:
 
 
 def oracle(scores: Scores, k: int | None = None) -> np.ndarray:
-    """The passage, among the first `k`, under which the target itself is most probable: the bound of any reranking."""
+    """The passage, among the first `k`, under which the target itself is most probable: the bound of any reranking.
+
+    Raises:
+        UsageError: `k` is below 1.
+    """
+    if k is not None and k < 1:
+        raise UsageError(f"the oracle chooses among at least 1 passage, not {k}")
     values = np.asarray(np.nansum(scores.target[:, 1:], axis=2, dtype=np.float64))
     if k is not None:
         values[:, k:] = -np.inf

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax import weights
 from ralm_jax.config import ConfigFile, ReaderConfig
-from ralm_jax.errors import RalmError
 from ralm_jax.hub import locate
+from ralm_jax.keys import Family
 from ralm_jax.models import FAMILIES
 from ralm_jax.sharding import abstract_model, make_mesh, on_mesh
 from ralm_jax.sources import GGUFSource, SafetensorsSource, TensorSource, gguf_config, open_gguf
-from ralm_jax.weights import Family
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -46,7 +46,7 @@ class Reader:
         weights.save(folder, self.family, self.config, self.state)
 
 
-def matmul_precision(dtype: Any) -> Any:
+def matmul_precision(dtype: DTypeLike) -> Any:
     """Float32 means float32: TPUs and GPUs would otherwise round the factors of a product."""
     return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
 
@@ -64,10 +64,7 @@ def read_config(path: Path) -> tuple[Family, ReaderConfig]:
         RalmError: no configuration, a family that is not supported, or a value that no reader here implements.
     """
     file = gguf_config(open_gguf(path)) if path.is_file() else ConfigFile.read(path)
-    model_type = file.require("model_type")
-    if model_type not in FAMILIES:
-        raise RalmError(f"{file.origin}: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
-    family = FAMILIES[model_type]
+    family = FAMILIES[file.choice("model_type", FAMILIES)]
     return family, family.config.from_hf(file)
 
 

@@ -5,14 +5,17 @@ without passage. Everything that the papers report is a pure function of this ta
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ralm_jax.errors import RalmError
-from ralm_jax.storage import Array, Folder
+
+if TYPE_CHECKING:
+    from ralm_jax.storage import Folder
 
 KIND = "scores"
+ROWS_A_CHUNK = 1 << 16  # of arrays that are written once
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Scores:
         past: (J, 1 + k, p) float32, of the p tokens before each target.
         target: (J, 1 + k, s) float32; NaN after the end of a shorter last stride, and where there is no passage.
         passages: (J, k) int64 rows of the corpus, -1 for none.
+        token_ends: (L,) int64, one past the last character of each token of the text up to the last scored one.
         settings: what the table was made with.
         about: what is known of the text: tokens, words, overlap with the passages.
     """
@@ -32,6 +36,7 @@ class Scores:
     past: np.ndarray
     target: np.ndarray
     passages: np.ndarray
+    token_ends: np.ndarray
     settings: dict[str, Any]
     about: dict[str, Any]
 
@@ -44,39 +49,47 @@ class Scores:
 class ScoreTable:
     """The table on disk, written a chunk of strides at a time."""
 
-    def __init__(self, folder: Folder, strides: int, passages: int, past: int, stride: int, first: int, chunk: int):
-        columns = past + stride
-        self.folder, self.past = folder, past
-        rows = max(strides, 1)
-        self._first: Array = folder.array("first_window", (max(first, 1),), (max(first, 1),), "float32", np.nan)
-        self._log_probs: Array = folder.array(
-            "log_probs", (rows, 1 + passages, columns), (chunk, 1 + passages, columns), "float32", np.nan
-        )
-        self._passages: Array = folder.array(
-            "passages", (rows, max(passages, 1)), (chunk, max(passages, 1)), "int64", -1
-        )
-        self.strides, self.chunk = strides, self._log_probs.chunk
+    def __init__(
+        self,
+        folder: "Folder",
+        *,
+        passages: np.ndarray,
+        token_ends: np.ndarray,
+        past: int,
+        stride: int,
+        first: int,
+        chunk: int,
+    ):
+        """
+        Args:
+            passages: (J, k), as in `Scores`; known before anything is scored, and written now.
+            token_ends: (L,), as in `Scores`; likewise.
+            past, stride: p and s.
+            first: scored tokens of the first window.
+            chunk: strides a chunk, if the table is new.
+        """
+        self.past = past
+        for name, values in (("passages", passages), ("token_ends", token_ends)):
+            rows = (min(ROWS_A_CHUNK, max(1, len(values))), *(max(1, size) for size in values.shape[1:]))
+            folder.array(name, values.shape, rows, "int64", -1)[:] = values
+        shape = (len(passages), 1 + passages.shape[1], past + stride)
+        self._first = folder.array("first_window", (first,), (first,), "float32", np.nan)
+        self._log_probs = folder.array("log_probs", shape, (chunk, *shape[1:]), "float32", np.nan)
 
     def missing(self) -> list[range]:
         """The chunks of strides that have yet to be scored."""
-        if not self.strides:
-            return []
-        done = ~np.isnan(self._log_probs[:, 0, self.past])
-        chunks = [range(i, min(i + self.chunk, self.strides)) for i in range(0, self.strides, self.chunk)]
-        return [chunk for chunk in chunks if not done[chunk.start]]
+        return self._log_probs.missing(~np.isnan(self._log_probs[:, 0, self.past]))
 
     def first_window_missing(self) -> bool:
         return bool(np.isnan(self._first[:]).any())
 
     def write_first_window(self, log_probs: np.ndarray) -> None:
+        """`log_probs` (n,)."""
         self._first[:] = log_probs
 
-    def write(self, strides: range, log_probs: np.ndarray, passages: np.ndarray) -> None:
-        """Writes one chunk: log_probs (n, 1 + k, p + s), passages (n, k)."""
-        rows = slice(strides.start, strides.stop)
-        if passages.shape[1]:
-            self._passages[rows] = passages
-        self._log_probs[rows] = log_probs  # last: its presence says that the chunk is done
+    def write(self, strides: range, log_probs: np.ndarray) -> None:
+        """Writes one chunk: `log_probs` (n, 1 + k, p + s)."""
+        self._log_probs[strides.start : strides.stop] = log_probs
 
 
 def open_scores(location: str) -> Scores:
@@ -86,16 +99,25 @@ def open_scores(location: str) -> Scores:
         UsageError: there is no ScoreTable at `location`.
         RalmError: it is not complete yet, or damaged.
     """
+    from ralm_jax.storage import Folder  # needs TensorStore; what is done with scores needs NumPy alone
+
     folder = Folder.open(location, KIND)
-    settings, about = folder.settings, folder.about
+    past = folder.settings["past"]
+    if not {"log_probs", "first_window"} <= set(folder.manifest["arrays"]):
+        raise RalmError(f"{location}: nothing is scored yet; repeat the scoring command with --resume")
     first, log_probs = folder.read("first_window"), folder.read("log_probs")
-    strides, k, past = settings["strides"], settings["k"], settings["past"]
-    log_probs = log_probs[:strides]
     missing = int(np.isnan(log_probs[:, 0, past]).sum())
-    if missing or np.isnan(first).any() or "tokens" not in about:
+    if missing or np.isnan(first).any() or "tokens" not in folder.about:
         raise RalmError(
-            f"{location}: not complete, {missing} of {strides} strides are missing; "
-            "repeat the scoring command with --resume"
+            f"{location}: not complete, {missing} of {len(log_probs)} strides are missing; repeat the scoring command "
+            "with --resume"
         )
-    passages = folder.read("passages")[:strides, :k]
-    return Scores(first, log_probs[:, :, :past], log_probs[:, :, past:], passages, settings, about)
+    return Scores(
+        first_window=first,
+        past=log_probs[:, :, :past],
+        target=log_probs[:, :, past:],
+        passages=folder.read("passages"),
+        token_ends=folder.read("token_ends"),
+        settings=folder.settings,
+        about=folder.about,
+    )

@@ -3,6 +3,7 @@
 Mesh axes are `(data, fsdp, tensor)`. A batch is split over `data` and `fsdp`; parameters over `fsdp` and `tensor`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,10 +34,12 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     """A mesh over this job's devices; `data` takes what `fsdp` and `tensor` leave.
 
     Raises:
-        UsageError: the sizes do not multiply to a number of devices that are there.
+        UsageError: `fsdp` and `tensor` do not divide the devices, or more devices are asked for than there are.
     """
     devices = jax.device_count()
     if data is None:
+        if fsdp * tensor < 1 or devices % (fsdp * tensor):
+            raise UsageError(f"fsdp={fsdp} times tensor={tensor} does not divide the {devices} devices here")
         data = devices // (fsdp * tensor)
     if not 1 <= data * fsdp * tensor <= devices:
         raise UsageError(f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not fit the {devices} devices here")
@@ -70,7 +73,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def batch_multiple(mesh: Mesh) -> int:
     """The number that a batch must be a multiple of: the devices that share it."""
-    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def shard_batch(mesh: Mesh, array: np.ndarray) -> jax.Array:

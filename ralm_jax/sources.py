@@ -7,7 +7,7 @@ Headers are checked in full before a byte of a tensor is read.
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from ralm_jax.config import ConfigFile
 from ralm_jax.errors import RalmError
+from ralm_jax.text import parse_json
 
 Index = tuple[slice, ...]
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # what a fingerprint reads of each file beside its first MiB
+SAMPLE_BYTES = 1 << 14  # a fingerprint reads so much at the start, in the middle and at the end of every tensor
 
 
 class TensorInfo(NamedTuple):
@@ -36,21 +37,21 @@ class TensorSource(Protocol):
         """The slice `index` of tensor `name`, in the dtype that it is stored in."""
 
     def fingerprint(self) -> str:
-        """A hash that changes when the weights do."""
+        """A hash of names, shapes and samples of every tensor; reading all of a large model would take minutes."""
 
 
-def file_fingerprint(paths: Sequence[Path]) -> str:
-    """SHA-256 over names, sizes, the first MiB (the header) and evenly spaced samples of `paths`."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            for sample in range(SAMPLES):
-                file.seek(size * sample // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+def sampled_hash(path: Path, spans: Iterable[tuple[int, int]]) -> bytes:
+    """SHA-256 over the size of a file, what lies in front of its first tensor, and samples of each tensor; `spans`
+    are the tensors' first bytes and lengths."""
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    ordered = sorted(spans)
+    with path.open("rb") as file:
+        digest.update(file.read(ordered[0][0] if ordered else -1))
+        for start, length in ordered:
+            for place in (0, (length - SAMPLE_BYTES) // 2, length - SAMPLE_BYTES):
+                file.seek(start + max(0, place))
+                digest.update(file.read(min(SAMPLE_BYTES, length)))
+    return digest.digest()
 
 
 # --- safetensors ---
@@ -66,12 +67,17 @@ class SafetensorsSource:
     def __init__(self, folder: Path):
         paths, index = weight_files(folder)
         self._paths = {path.name: path for path in paths}
+        self._spans: dict[Path, list[tuple[int, int]]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for path in paths:
-            for name, (dtype, shape) in read_header(path).items():
+            header = read_header(path)
+            self._spans[path] = [entry.span for entry in header.values()]
+            for name, entry in header.items():
                 if name in self.tensors:
-                    raise RalmError(f"{path}: {name} is also in {self.tensors[name].file}; it must stand once")
-                self.tensors[name] = TensorInfo(shape, dtype, path.name)
+                    raise RalmError(
+                        f"{path}: {name} is also in {self.tensors[name].file}; it each tensor must be in one file"
+                    )
+                self.tensors[name] = TensorInfo(entry.shape, entry.dtype, path.name)
         if index is not None:
             check_index(folder, index, {name: info.file for name, info in self.tensors.items()})
 
@@ -83,7 +89,8 @@ class SafetensorsSource:
             return file.get_slice(name)[index]
 
     def fingerprint(self) -> str:
-        return file_fingerprint(list(self._paths.values()))
+        hashes = (sampled_hash(path, spans) for path, spans in self._spans.items())
+        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -95,11 +102,11 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         hint = f" ({pickles[0]} is a pickle: convert it to safetensors with transformers)" if pickles else ""
         raise RalmError(f"{folder}: no model.safetensors and no model.safetensors.index.json{hint}")
-    try:
-        index = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(index.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise RalmError(f"{index_path}: not a safetensors index (expected an object with weight_map)") from None
+    content = parse_json(index_path.read_bytes(), str(index_path))
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise RalmError(f"{index_path}: not a safetensors index (expected weight_map: tensor -> file)")
+    files = sorted(set(index.values()))
     if single.exists() and files != [single.name]:
         raise RalmError(
             f"{folder}: model.safetensors lies beside an index of {len(files)} other files, and one of the two is "
@@ -117,13 +124,19 @@ def check_index(folder: Path, index: dict[str, str], found: dict[str, str]) -> N
     if differing:
         name = differing[0]
         raise RalmError(
-            f"{folder}: the index is stale, {len(differing)} tensors differ: {name} is in "
-            f"{index.get(name, 'no file')} by the index, in {found.get(name, 'no file')} in truth"
+            f"{folder}: the index is stale, {len(differing)} tensors differ: for {name} it says "
+            f"{index.get(name, 'nothing')}, but the tensor is in {found.get(name, 'no file')}"
         )
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of every tensor of a safetensors file; the data is left alone.
+class HeaderEntry(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    span: tuple[int, int]  # first byte in the file, and how many
+
+
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """The tensors of a safetensors file by name; the data is left alone.
 
     Raises:
         RalmError: a header that is cut off, oversized, not JSON, with a key twice, or whose offsets leave holes,
@@ -136,18 +149,23 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if len(entries) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in entries if keys.count(key) > 1)
-            raise ValueError(f"{twice} stands twice in the header")
+            raise ValueError(f"{twice} appears twice in the header")
         return entries
 
     try:
         with safe_open(path, framework="np"):  # checks lengths, offsets and file size
             pass
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=unique)
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length), object_pairs_hook=unique)
     except (SafetensorError, OSError, ValueError) as error:
         raise RalmError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
     header.pop("__metadata__", None)
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    entries = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        entries[name] = HeaderEntry(entry["dtype"], tuple(entry["shape"]), (8 + length + start, stop - start))
+    return entries
 
 
 # --- GGUF ---
@@ -202,9 +220,14 @@ class GGUFFile:
         return value
 
 
-@functools.lru_cache(maxsize=1)
 def open_gguf(path: Path) -> GGUFFile:
     """`path` as a `GGUFFile`; parsed once for weights, configuration and tokenizer."""
+    state = path.stat()
+    return parsed_gguf(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def parsed_gguf(path: Path, _time: int, _size: int) -> GGUFFile:
     return GGUFFile(path)
 
 
@@ -218,23 +241,30 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     if architecture != "llama":
         raise RalmError(f"{file.path}: GGUF architecture {architecture!r} is not supported (supported: llama)")
     heads, hidden = file.require("llama.attention.head_count"), file.require("llama.embedding_length")
+    if "token_embd.weight" not in file.tensors:
+        raise RalmError(f"{file.path}: token_embd.weight is missing")
+    head_dim = file.get("llama.attention.key_length", hidden // heads)
     values = {
         "model_type": "llama",
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
         "hidden_size": hidden,
         "num_hidden_layers": file.require("llama.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("llama.attention.head_count_kv", heads),
-        "head_dim": file.get("llama.attention.key_length", hidden // heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": file.get("llama.rope.dimension_count", head_dim) / head_dim,
         "intermediate_size": file.require("llama.feed_forward_length"),
         "max_position_embeddings": file.require("llama.context_length"),
         "rms_norm_eps": file.require("llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.get("llama.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    scaling = file.get("llama.rope.scaling.type", "none")
+    # older files state a linear factor alone
+    linear = file.get("llama.rope.scale_linear")
+    scaling = file.get("llama.rope.scaling.type", "none" if linear is None else "linear")
     if scaling != "none":
-        values["rope_scaling"] = {"rope_type": scaling, "factor": file.get("llama.rope.scaling.factor", 1.0)}
+        factor = file.get("llama.rope.scaling.factor", linear)
+        values["rope_scaling"] = {"rope_type": scaling, "factor": factor}
     return ConfigFile(values, str(file.path))
 
 
@@ -282,7 +312,8 @@ class GGUFSource:
         return pairs.swapaxes(1, 2).reshape(values.shape)
 
     def fingerprint(self) -> str:
-        return file_fingerprint([self._file.path])
+        spans = [(int(tensor.data_offset), int(tensor.n_bytes)) for tensor in self._file.tensors.values()]
+        return sampled_hash(self._file.path, spans).hex()
 
 
 def gguf_to_hf(name: str) -> str | None:

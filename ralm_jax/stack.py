@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ralm_jax.layers import Linear
+from ralm_jax.config import ReaderConfig
+from ralm_jax.layers import Embedding, Linear
 from ralm_jax.sharding import constrain
 
 
@@ -40,10 +42,23 @@ def scan_layers(layers: nnx.Module, x: Float[Array, "B T D"], *args: Any, remat:
 
 
 class Decoder(nnx.Module):
-    """Base of the families: `hidden` is theirs, the head is here."""
+    """Base of the families: embedding, stacked blocks, final norm and head; `hidden` is theirs."""
 
-    embed: Any
-    head: Linear | None
+    def __init__(
+        self,
+        config: ReaderConfig,
+        block: Callable[..., nnx.Module],
+        norm: Callable[..., nnx.Module],
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+    ):
+        hidden, vocab = {"embed": config.hidden_size}, {"vocab": config.vocab_size}
+        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=("vocab", "embed"), rngs=rngs, dtype=dtype)
+        self.layers = stacked(lambda rngs: block(config, rngs=rngs, dtype=dtype), config.num_layers, rngs)
+        self.norm = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else Linear(hidden, vocab, bias=False, rngs=rngs, dtype=dtype)
 
     @abc.abstractmethod
     def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
@@ -51,9 +66,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """Float32 logits of any positions' hidden states."""
-        if self.head is None:
-            return self.embed.logits(hidden)
-        return jnp.tensordot(hidden, self.head.kernel[...], axes=1, preferred_element_type=jnp.float32)
+        return self.embed.logits(hidden) if self.head is None else self.head(hidden, jnp.float32)
 
     def __call__(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         return self.logits(self.hidden(tokens, valid))

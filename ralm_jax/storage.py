@@ -12,30 +12,20 @@ from typing import Any, Self
 import numpy as np
 import tensorstore as ts
 
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError, UsageError, first_line
+from ralm_jax.settings import IfExists
+from ralm_jax.text import parse_json
 
 MANIFEST = "manifest.json"
 CONTEXT = ts.Context()
 
 
-def kvstore_spec(location: str) -> Any:
-    """TensorStore's spec of a location: a URL such as gs://bucket/path, or a local path."""
-    if "://" in location:
-        return location.rstrip("/") + "/"
-    return {"driver": "file", "path": f"{Path(location).expanduser().absolute()}/"}
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.split("\n")[0].split(" [")[0] if text else type(error).__name__
-
-
 class Folder:
-    """One table of some kind ("scores", "retrieval") at a location.
+    """One table of some kind ("scores", "retrieval", "index") at a location.
 
     Attributes:
         location: as the user gave it.
-        manifest: {"kind", "settings", "about"}.
+        manifest: {"kind", "arrays", "settings", "about"}.
     """
 
     def __init__(self, location: str, store: ts.KvStore, manifest: dict[str, Any]):
@@ -69,44 +59,40 @@ class Folder:
         location: str,
         kind: str,
         settings: dict[str, Any],
+        if_exists: IfExists = "refuse",
         *,
-        resume: bool | None = False,
-        overwrite: bool = False,
+        resumable: bool = True,
     ) -> Self:
         """A new table, or the one that is there, to go on with.
 
         Args:
-            resume: None for a kind of table that cannot be resumed.
+            resumable: whether a message may advise to resume.
 
         Raises:
-            UsageError: something is there and neither `resume` nor `overwrite` is set, or it is not a table of ours.
-            RalmError: `resume`, and the table there was made with other settings.
+            UsageError: something is there and `if_exists` refuses, or it is not a table of ours.
+            RalmError: `if_exists` resumes, and the table there was made with other settings.
         """
-        store = open_store(location)
-        try:
-            taken = bool(store.list(ts.KvStore.KeyRange("", "")).result()) if "://" in location else any_file(location)
-        except ValueError as error:
-            raise RalmError(f"{location}: cannot be listed ({first_line(error)})") from None
-        manifest = read_manifest(location, store) if taken else None
         settings = json.loads(json.dumps(settings, allow_nan=False))  # as it will read back
+        store = open_store(location)
+        taken = is_taken(location, store)
+        manifest = read_manifest(location, store) if taken else None
         if taken and (manifest is None or manifest["kind"] != kind):
             raise UsageError(f"{location}: exists and does not hold {kind} of ours; choose another folder")
-        if manifest is not None and resume:
+        if manifest is not None and if_exists == "refuse":
+            options = "--resume to go on, or --overwrite" if resumable else "--overwrite"
+            raise UsageError(f"{location}: holds an earlier run's {kind}; add {options}")
+        if manifest is not None and if_exists == "resume":
             refuse_mismatch(location, manifest["settings"], settings)
             return cls(location, store, manifest)
-        if manifest is not None and not overwrite:
-            options = "--overwrite" if resume is None else "--resume to go on, or --overwrite"
-            raise UsageError(f"{location}: holds an earlier run's {kind}; add {options}")
-        if manifest is not None:
-            for name in manifest["arrays"]:
-                store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+        for name in manifest["arrays"] if manifest is not None else ():
+            store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
         folder = cls(location, store, {"kind": kind, "arrays": [], "settings": settings, "about": {}})
         folder.write_manifest()
         return folder
 
     def write_manifest(self) -> None:
         content = json.dumps(self.manifest, indent=2, allow_nan=False) + "\n"
-        self._write(lambda: self._store.write(MANIFEST, content.encode()).result())
+        self.writing(lambda: self._store.write(MANIFEST, content.encode()).result())
 
     def array(self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, fill: float) -> "Array":
         """The array `name`, made if it is not there; `fill` marks what has not been written.
@@ -117,15 +103,11 @@ class Folder:
         if name not in self.manifest["arrays"]:
             self.manifest["arrays"].append(name)
             self.write_manifest()
-        spec = {"driver": "zarr3", "kvstore": self._kvstore(name)}
-        schema: dict[str, Any] = {"dtype": ts.dtype(dtype), "shape": shape, "fill_value": np.asarray(fill, dtype)}
-        if self._store.read(f"{name}/zarr.json").result().state == "value":
-            return Array(self._write(lambda: ts.open(spec, open=True, context=CONTEXT, **schema).result()), self)
-        layout = ts.ChunkLayout(write_chunk_shape=chunk)
-        return Array(
-            self._write(lambda: ts.open(spec, create=True, chunk_layout=layout, context=CONTEXT, **schema).result()),
-            self,
-        )
+        there = self.reading(name, lambda: self._store.read(f"{name}/zarr.json").result().state == "value")
+        options: dict[str, Any] = {"dtype": dtype, "shape": shape, "fill_value": np.asarray(fill, dtype)}
+        if not there:
+            options |= {"create": True, "chunk_layout": ts.ChunkLayout(chunk_shape=chunk)}
+        return Array(self, name, self.writing(lambda: open_array(self.location, name, **options)))
 
     def read(self, name: str) -> np.ndarray:
         """The whole array `name`.
@@ -133,81 +115,119 @@ class Folder:
         Raises:
             RalmError: it is missing or damaged.
         """
+        return self.reading(name, lambda: open_array(self.location, name).read().result())
+
+    def reading(self, name: str, read: Callable[[], Any]) -> Any:
+        """What `read` gives.
+
+        Raises:
+            RalmError: array `name` is missing or damaged.
+        """
         try:
-            spec = {"driver": "zarr3", "kvstore": self._kvstore(name)}
-            return ts.open(spec, open=True, context=CONTEXT).result().read().result()
+            return read()
         except (ValueError, OSError) as error:
-            raise RalmError(f"{self.location}: array {name!r} cannot be read ({first_line(error)})") from None
+            raise RalmError(
+                f"{self.location}: array {name!r} is damaged ({first_line(error)}); make it anew with --overwrite"
+            ) from None
 
-    def _kvstore(self, name: str) -> Any:
-        return kvstore_spec(f"{self.location.rstrip('/')}/{name}")
+    def writing(self, write: Callable[[], Any]) -> Any:
+        """What `write` gives.
 
-    def _write(self, write: Callable[[], Any]) -> Any:
+        Raises:
+            RalmError: no room, or no permission.
+        """
         try:
             return write()
         except (ValueError, OSError) as error:
-            raise RalmError(
-                f"{self.location}: cannot be written ({first_line(error)}); what was written is kept: make room, "
-                "then add --resume"
-            ) from None
+            raise RalmError(f"{self.location}: cannot be written ({first_line(error)})") from None
 
 
 class Array:
     """A chunked array that is written a slice at a time."""
 
-    def __init__(self, store: ts.TensorStore, folder: Folder):
-        self._store, self._folder = store, folder
+    def __init__(self, folder: Folder, name: str, store: ts.TensorStore):
+        self._folder, self._name, self._store = folder, name, store
 
     @property
     def chunk(self) -> int:
         """Rows a chunk."""
-        return (self._store.chunk_layout.write_chunk.shape or ())[0] or 1
+        shape = self._store.chunk_layout.read_chunk.shape
+        return int(shape[0] or 1) if shape else 1
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return self._store[index].read().result()
+        return self._folder.reading(self._name, lambda: self._store[index].read().result())
 
     def __setitem__(self, index: Any, values: np.ndarray) -> None:
-        self._folder._write(lambda: self._store[index].write(values).result())
+        try:
+            self._folder.writing(lambda: self._store[index].write(values).result())
+        except RalmError as error:
+            raise RalmError(f"{error}; finished chunks are kept: make room and go on with --resume") from None
+
+    def missing(self, done: np.ndarray) -> list[range]:
+        """The chunks of rows that are not done; `done` (n,) says it of each row."""
+        chunks = (range(i, min(i + self.chunk, len(done))) for i in range(0, len(done), self.chunk))
+        return [chunk for chunk in chunks if not done[chunk.start]]
 
 
-def any_file(location: str) -> bool:
-    """Whether a local folder exists and has something in it.
-
-    Raises:
-        UsageError: `location` is a file.
-    """
-    path = Path(location).expanduser()
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{location}: exists and is not a folder")
-    return path.is_dir() and any(path.iterdir())
+def store_spec(location: str) -> Any:
+    """TensorStore's spec of a location: a URL such as gs://bucket/path, or a local path."""
+    if "://" in location:
+        return location.rstrip("/") + "/"
+    return {"driver": "file", "path": f"{Path(location).expanduser().absolute()}/"}
 
 
 def open_store(location: str) -> ts.KvStore:
     try:
-        return ts.KvStore.open(kvstore_spec(location), context=CONTEXT).result()
+        return ts.KvStore.open(store_spec(location), context=CONTEXT).result()
     except (ValueError, OSError) as error:
         raise UsageError(f"{location}: cannot be opened ({first_line(error)})") from None
 
 
+def open_array(location: str, name: str, **options: Any) -> ts.TensorStore:
+    spec = {"driver": "zarr3", "kvstore": store_spec(f"{location.rstrip('/')}/{name}")}
+    return ts.open(spec, context=CONTEXT, **({"open": True} | options)).result()
+
+
+def is_taken(location: str, store: ts.KvStore) -> bool:
+    """Whether anything is at `location`.
+
+    Raises:
+        UsageError: it is a file, or cannot be listed.
+    """
+    path = Path(location).expanduser()
+    try:
+        if "://" in location:
+            return bool(store.list().result())
+        return path.exists() and any(path.iterdir())
+    except NotADirectoryError:
+        raise UsageError(f"{location}: exists and is not a folder") from None
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{location}: cannot be listed ({first_line(error)})") from None
+
+
 def read_manifest(location: str, store: ts.KvStore) -> dict[str, Any] | None:
-    """The manifest, or None where there is none."""
+    """The manifest, or None where there is none of ours.
+
+    Raises:
+        UsageError: `location` cannot be read.
+        RalmError: the manifest is damaged.
+    """
     try:
         result = store.read(MANIFEST).result()
     except (ValueError, OSError) as error:
         raise UsageError(f"{location}: cannot be read ({first_line(error)})") from None
     if result.state != "value":
         return None
-    try:
-        manifest = json.loads(result.value)
-        return manifest if {"kind", "arrays", "settings", "about"} <= manifest.keys() else None
-    except (ValueError, AttributeError):
-        raise RalmError(f"{location}: {MANIFEST} is damaged") from None
+    manifest = parse_json(result.value, f"{location.rstrip('/')}/{MANIFEST}")
+    ours = isinstance(manifest, dict) and {"kind", "arrays", "settings", "about"} <= manifest.keys()
+    return manifest if ours else None
 
 
 def refuse_mismatch(location: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """
+    """Refuses to mix what was made in two ways.
+
     Raises:
-        RalmError: naming every setting that differs, with both values.
+        RalmError: naming the settings that differ, with both values.
     """
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if differing:

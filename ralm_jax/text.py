@@ -3,9 +3,11 @@
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ralm_jax.errors import RalmError, UsageError
 
@@ -38,7 +40,7 @@ def read_text(path: str) -> Text:
     """
     file = Path(path).expanduser()
     if ".jsonl" in file.suffixes:
-        content = "".join(jsonl_text(line, f"{path}:{number}") or " \n" for number, line in read_lines(file))
+        content = "".join(row_text(row, where) or " \n" for where, row in read_rows(file))
     else:
         content = "\n".join(line.removesuffix("\r") for _, line in read_lines(file, keep_last=True))
     if not content:
@@ -46,15 +48,31 @@ def read_text(path: str) -> Text:
     return Text(content, path)
 
 
-def jsonl_text(line: str, where: str) -> str:
+def parse_json(content: str | bytes, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        RalmError: it is none; `where` says what it is called.
+    """
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise RalmError(f"{where}: not JSON ({error})") from None
+
+
+def row_text(row: Any, where: str) -> str:
+    """The text of a data set's row: itself, or its "text"."""
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
         raise RalmError(f'{where}: expected a string or an object with "text"')
     return encodable(text, where)
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Place (file:line) and value of every row of a jsonl file; blank lines are passed over."""
+    for number, line in read_lines(file):
+        if line.strip():
+            yield f"{file}:{number}", parse_json(line, f"{file}:{number}")
 
 
 def encodable(text: str, where: str) -> str:
@@ -92,7 +110,7 @@ def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, st
         raise UsageError(f"{path}: is a folder, not a file") from None
     except UnicodeDecodeError as error:
         raise RalmError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
 
 

@@ -6,7 +6,6 @@ stands in `prefix` and `suffix`, and whoever builds a window decides whether it 
 
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.hub import locate
+from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.sources import GGUFFile, open_gguf
+from ralm_jax.text import parse_json
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ class Tokenizer:
         """The text of `ids`, special tokens included, spaces left alone."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    @property
+    def bos(self) -> int | None:
+        """The token that stands in front of a text by default, if there is one.
+
+        Raises:
+            RalmError: there are several.
+        """
+        if len(self.prefix) > 1:
+            raise RalmError(
+                f"{self.origin}: the tokenizer puts {len(self.prefix)} tokens in front of a text, not one BOS"
+            )
+        return self.prefix[0] if self.prefix else None
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of vocabulary, merges, rules and special-token policy."""
@@ -67,16 +80,18 @@ class Tokenizer:
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model folder, .gguf file or Hugging Face id.
 
-    Folders hold tokenizer.json, tokenizer.model (SentencePiece) or vocab.json with merges.txt.
+    Folders hold tokenizer.json, tokenizer.model (SentencePiece) or vocab.json with merges.txt; naming one of these
+    files names its folder.
 
     Raises:
         UsageError: no such folder, file or id, or no tokenizer in the folder.
         RalmError: a tokenizer that cannot be read, or of a kind that is not supported.
     """
-    path = locate(model, weights=False)
+    named = Path(model).expanduser()
+    path = named.parent if named.is_file() and named.name in TOKENIZER_FILES else locate(model, weights=False)
     if path.is_file():
         return gguf_tokenizer(open_gguf(path))
-    config = read_json(path / "tokenizer_config.json")
+    config = read_object(path / "tokenizer_config.json")
     if (path / "tokenizer.json").exists():
         backend, adds_bos = from_tokenizer_json(path / "tokenizer.json"), None
     elif (path / "tokenizer.model").exists():
@@ -90,36 +105,30 @@ def load_tokenizer(model: str) -> Tokenizer:
         )
     # The flag decides where it is stated; otherwise tokenizer.json's template, or the default of the kind.
     prefix, suffix = template_specials(backend)
-    if "add_bos_token" in config or adds_bos is not None:
-        wanted = config.get("add_bos_token", adds_bos)
+    wanted = config.get("add_bos_token", adds_bos)
+    if wanted is not None:
         prefix = (special_id(backend, config, "bos_token", path),) if wanted else ()
-    if "add_eos_token" in config:
+    if config.get("add_eos_token") is not None:
         suffix = (special_id(backend, config, "eos_token", path),) if config["add_eos_token"] else ()
-    return plain(backend, prefix, suffix, str(path))
+    return Tokenizer(backend, prefix, suffix, str(path))
 
 
-def plain(backend: tokenizers.Tokenizer, prefix: tuple[int, ...], suffix: tuple[int, ...], origin: str) -> Tokenizer:
-    """A `Tokenizer` over `backend` without the truncation and padding that a file may ask for."""
-    backend.no_truncation()
-    backend.no_padding()
-    return Tokenizer(backend, prefix, suffix, origin)
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in `path`; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RalmError(f"{path}: not valid JSON ({error})") from None
+    content = parse_json(path.read_bytes(), str(path)) if path.exists() else {}
+    if not isinstance(content, dict):
+        raise RalmError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise RalmError(f"{path}: not a tokenizer.json that this version of tokenizers reads ({error})") from None
+    backend.no_truncation()  # which a file may ask for
+    backend.no_padding()
+    return backend
 
 
 def from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -129,7 +138,7 @@ def from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tokenizers.To
     except Exception as error:
         raise RalmError(f"{folder}: vocab.json and merges.txt cannot be read ({error})") from None
     backend = byte_level_bpe(model, pre_tokenizers.ByteLevel(add_prefix_space=False))
-    added = read_json(folder / "special_tokens_map.json") | config
+    added = read_object(folder / "special_tokens_map.json") | config
     names = {token_text(value) for key, value in added.items() if key.endswith("_token") and value}
     names.add("<|endoftext|>")
     known = sorted(name for name in names if isinstance(name, str) and backend.token_to_id(name) is not None)
@@ -144,8 +153,19 @@ def byte_level_bpe(model: models.BPE, pre_tokenizer: pre_tokenizers.PreTokenizer
     return backend
 
 
+PROBE = (
+    "The 1,234 quick\tbrown foxes  jump — naïve ﬁnesse, Ⅷ ½ ａ 日本語 Ωμέγα \U0001f600\n  def f(x):\n    return x\n"
+    + " ".join(f"{a}{b}ing {b}{a}tion" for a in "abcdefghijklmnoprstuvw" for b in "aeiouy")
+)
+
+
 def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    """LLaMA's SentencePiece BPE with byte fallback."""
+    """LLaMA's SentencePiece BPE with byte fallback.
+
+    Raises:
+        RalmError: not a SentencePiece model, or one whose tokens of a probe text are others than ours: a unigram model,
+            or one that normalises text.
+    """
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor()
@@ -154,14 +174,21 @@ def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     except (OSError, RuntimeError) as error:
         raise RalmError(f"{path}: not a SentencePiece model ({error})") from None
     ids = range(processor.GetPieceSize())
-    return sentencepiece_bpe(
+    backend = sentencepiece_bpe(
         [processor.IdToPiece(i) for i in ids],
         [processor.GetScore(i) for i in ids],
         [i for i in ids if processor.IsControl(i) or processor.IsUnknown(i)],
     )
+    if backend.encode(PROBE, add_special_tokens=False).ids != processor.Encode(PROBE):
+        raise RalmError(
+            f"{path}: not a BPE model of LLaMA's kind; name a folder with a tokenizer.json with --tokenizer"
+        )
+    return backend
 
 
-def sentencepiece_bpe(pieces: list[str], scores: list[float], special: list[int]) -> tokenizers.Tokenizer:
+def sentencepiece_bpe(
+    pieces: list[str], scores: list[float], special: list[int], *, space_prefix: bool = True
+) -> tokenizers.Tokenizer:
     """SentencePiece BPE as a `tokenizers` model: two pieces merge where their union is a piece, best score first."""
     ids = {piece: i for i, piece in enumerate(pieces)}
     ranked = []
@@ -175,9 +202,11 @@ def sentencepiece_bpe(pieces: list[str], scores: list[float], special: list[int]
         vocab=ids, merges=[(a, b) for _, _, a, b in ranked], unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    prefixed = [normalizers.Prepend("▁")] if space_prefix else []
+    stripped = [decoders.Strip(" ", 1, 0)] if space_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefixed, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     )
     backend.add_special_tokens([tokenizers.AddedToken(pieces[i], special=True, normalized=False) for i in special])
     return backend
@@ -190,7 +219,7 @@ GGUF_PRE_TOKENIZERS = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
-GGUF_CONTROL, GGUF_UNKNOWN, GGUF_USER_DEFINED = 3, 2, 4
+GGUF_SPECIAL = (2, 3, 4)  # unknown, control, user-defined (llama.cpp's token types)
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -201,7 +230,7 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     """
     kind, pieces = file.require("tokenizer.ggml.model"), file.require("tokenizer.ggml.tokens")
     types = file.get("tokenizer.ggml.token_type", [1] * len(pieces))
-    special = [i for i, piece_type in enumerate(types) if piece_type in (GGUF_CONTROL, GGUF_UNKNOWN)]
+    special = [i for i, piece_type in enumerate(types) if piece_type in GGUF_SPECIAL]
     if kind == "gpt2":
         pre = file.get("tokenizer.ggml.pre", "gpt-2")
         if pre not in GGUF_PRE_TOKENIZERS:
@@ -213,19 +242,21 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
         model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
         backend = byte_level_bpe(model, GGUF_PRE_TOKENIZERS[pre]())
-        special += [i for i, piece_type in enumerate(types) if piece_type == GGUF_USER_DEFINED]
         backend.add_special_tokens(
             [tokenizers.AddedToken(pieces[i], special=True, normalized=False) for i in sorted(special)]
         )
     elif kind == "llama":
-        backend = sentencepiece_bpe(pieces, file.require("tokenizer.ggml.scores"), special)
+        if file.get("tokenizer.ggml.remove_extra_whitespaces", False):
+            raise RalmError(f"{file.path}: a tokenizer that removes extra spaces is not supported")
+        space_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+        backend = sentencepiece_bpe(pieces, file.require("tokenizer.ggml.scores"), special, space_prefix=space_prefix)
     else:
         raise RalmError(f"{file.path}: vocabulary kind {kind!r} is not supported (supported: gpt2, llama)")
     adds_bos = file.get("tokenizer.ggml.add_bos_token", kind == "llama")
     adds_eos = file.get("tokenizer.ggml.add_eos_token", False)
     prefix = (int(file.require("tokenizer.ggml.bos_token_id")),) if adds_bos else ()
     suffix = (int(file.require("tokenizer.ggml.eos_token_id")),) if adds_eos else ()
-    return plain(backend, prefix, suffix, str(file.path))
+    return Tokenizer(backend, prefix, suffix, str(file.path))
 
 
 def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -233,15 +264,14 @@ def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], t
     if not backend.num_special_tokens_to_add(False):
         return (), ()
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    for token in sorted(vocabulary, key=vocabulary.__getitem__):  # the first that is not itself one of those added
+    for token in sorted(vocabulary, key=vocabulary.__getitem__):
         try:
-            bare = backend.encode(token, add_special_tokens=False).ids
+            encoding = backend.encode(token)
         except Exception:  # a word-level vocabulary without an unknown token cannot encode every token's name
             continue
-        full = backend.encode(token, add_special_tokens=True).ids
-        starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
-        if bare and len(starts) == 1:
-            return tuple(full[: starts[0]]), tuple(full[starts[0] + len(bare) :])
+        own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+        if own:
+            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
     return (), ()
 
 
@@ -252,7 +282,7 @@ def token_text(value: Any) -> Any:
 
 def special_id(backend: tokenizers.Tokenizer, config: dict[str, Any], name: str, path: Path) -> int:
     """The id of the special token that the tokenizer's own files call `name`."""
-    merged = read_json(path / "special_tokens_map.json") | config
+    merged = read_object(path / "special_tokens_map.json") | config
     default = {"bos_token": "<s>", "eos_token": "</s>"}[name]
     token = token_text(merged.get(name, default))
     number = backend.token_to_id(token) if isinstance(token, str) else None

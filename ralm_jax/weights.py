@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a reader's parameters and back, by one strict key table a family.
+"""From a checkpoint's tensors to a reader's parameters and back, by the family's key table (`ralm_jax.keys`).
 
 Every parameter is filled exactly once and every checkpoint key is used or on the family's list of keys to ignore;
 whatever is wrong is reported together, before memory is spent. Tensors then stream: each device gets its own slice of
@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,90 +21,10 @@ from flax import nnx
 
 from ralm_jax.config import ReaderConfig
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.keys import Family, Wanted, wanted_tensors
 from ralm_jax.sources import Index, TensorSource
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Key:
-    """One row of a key table: a tensor of the checkpoint and the parameter, or equal parts, that it fills.
-
-    `pattern` is in einops' notation, from the checkpoint's layout to the parameter's; empty where they are the same.
-    With several `paths` its right side begins with the axis that counts them. `{}` in `name` runs over the layers.
-    """
-
-    name: str
-    paths: str | tuple[str, ...]
-    pattern: str = ""
-    prefixed: bool = True  # stands under the family's prefix in Hugging Face's files
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return (self.paths,) if isinstance(self.paths, str) else self.paths
-
-    def layout(self, rank: int) -> "Layout":
-        if self.pattern:
-            return Layout.parse(self.pattern)
-        axes = tuple(f"a{i}" for i in range(rank))
-        return Layout(tuple((axis,) for axis in axes), axes)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A parsed pattern: axes of the checkpoint's tensor (each a group of names) and of the parameter."""
-
-    stored: tuple[tuple[str, ...], ...]
-    wanted: tuple[str, ...]
-
-    @classmethod
-    @functools.cache
-    def parse(cls, pattern: str) -> "Layout":
-        left, right = pattern.split("->")
-        groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", left))
-        return cls(groups, tuple(right.split()))
-
-    @property
-    def forward(self) -> str:
-        stored = " ".join(f"({' '.join(group)})" for group in self.stored)
-        return f"{stored} -> {' '.join(self.wanted)}"
-
-    @property
-    def backward(self) -> str:
-        return " -> ".join(reversed(self.forward.split(" -> ")))
-
-    def stored_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        return tuple(math.prod(sizes[name] for name in group) for group in self.stored)
-
-    def stored_index(self, sizes: dict[str, int], index: dict[str, slice]) -> Index:
-        """The slice of the stored tensor that holds the slices `index` of the named axes.
-
-        Axes that are merged in the checkpoint can be cut only where the cut is one contiguous range.
-        """
-        slices = []
-        for group in self.stored:
-            start, length, whole = 0, 1, True
-            for name in group:
-                low, high, _ = index[name].indices(sizes[name])
-                if length > 1 and (low, high) != (0, sizes[name]):
-                    whole = False
-                start, length = start * sizes[name] + low, length * (high - low)
-            if not whole:
-                raise RalmError(f"cannot cut {group} of a stored tensor into contiguous slices; use another mesh")
-            slices.append(slice(start, start + length))
-        return tuple(slices)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What makes a model family: configuration, module and checkpoint keys (without `prefix`)."""
-
-    config: type[ReaderConfig]
-    model: type[nnx.Module]
-    prefix: str  # of all keys but the head's, in Hugging Face's files; base models are saved without it
-    keys: tuple[Key, ...]
-    tied: tuple[str, str]  # embedding and head, by key; tied readers may have either or both
-    ignored: tuple[str, ...]  # patterns of keys that carry no weights
 
 
 def flat_state(state: nnx.State) -> dict[str, nnx.Param]:
@@ -115,31 +34,10 @@ def flat_state(state: nnx.State) -> dict[str, nnx.Param]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the checkpoint, matched: the key-table row, its layer, and the file's own name for it."""
+    """A tensor of the checkpoint, matched: what it is, and the file's own name for it."""
 
-    key: Key
-    layer: int | None
+    wanted: Wanted
     name: str
-
-
-def expected(family: Family, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Key, int | None, tuple]]:
-    """Name (without prefix), row, layer and shape of every tensor that a model with parameters `shapes` needs."""
-    for key in family.keys:
-        if key.parts[0] not in shapes:
-            continue
-        layered = "{}" in key.name
-        shape = shapes[key.parts[0]]
-        own = shape[1:] if layered else shape
-        layout = key.layout(len(own))
-        stored = layout.stored_shape(axis_sizes(key, layout, own))
-        for layer in range(shape[0]) if layered else (None,):
-            yield key.name.format(layer), key, layer, stored
-
-
-def axis_sizes(key: Key, layout: Layout, shape: tuple[int, ...]) -> dict[str, int]:
-    """The sizes of the named axes, given one part's shape without the layer axis."""
-    whole = (len(key.parts), *shape) if len(key.parts) > 1 else shape
-    return dict(zip(layout.wanted, whole, strict=True))
 
 
 def match(family: Family, state: nnx.State, config: ReaderConfig, source: TensorSource, where: str) -> list[Entry]:
@@ -153,7 +51,7 @@ def match(family: Family, state: nnx.State, config: ReaderConfig, source: Tensor
     for name in source.tensors:
         bare = name.removeprefix(family.prefix)
         if bare in available:
-            raise RalmError(f"{where}: both {name} and {available[bare]} are there; one must go")
+            raise RalmError(f"{where}: both {name} and {available[bare]} are there; remove one")
         available[bare] = name
 
     wrong: list[str] = []
@@ -165,17 +63,17 @@ def match(family: Family, state: nnx.State, config: ReaderConfig, source: Tensor
             wrong.append(f"{embedding} and {head} differ, but the configuration ties them (tie_word_embeddings)")
 
     entries, missing = [], []
-    for name, key, layer, shape in expected(family, {path: leaf.shape for path, leaf in flat_state(state).items()}):
-        own = available.pop(name, None)
+    for wanted in wanted_tensors(family, {path: leaf.shape for path, leaf in flat_state(state).items()}):
+        own = available.pop(wanted.name, None)
         if own is None:
-            missing.append(f"{name} is missing (expected shape {list(shape)})")
+            missing.append(f"{wanted.name} is missing (expected shape {list(wanted.shape)})")
             continue
         info = source.tensors[own]
-        if info.shape != shape:
-            wrong.append(f"{own} in {info.file} has shape {list(info.shape)}, expected {list(shape)}")
+        if info.shape != wanted.shape:
+            wrong.append(f"{own} in {info.file} has shape {list(info.shape)}, expected {list(wanted.shape)}")
         elif info.dtype not in FLOAT_DTYPES:
             wrong.append(f"{own} in {info.file} is {info.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
-        entries.append(Entry(key, layer, own))
+        entries.append(Entry(wanted, own))
     unknown = [
         f"{own} in {source.tensors[own].file} is unknown to {config.model_type}"
         for bare, own in available.items()
@@ -222,9 +120,9 @@ def load(family: Family, state: nnx.State, config: ReaderConfig, source: TensorS
     abstract = flat_state(state)
     filled: dict[str, jax.Array] = {}
     for entry in entries:
-        for part, path in enumerate(entry.key.parts):
+        for part, path in enumerate(entry.wanted.key.parts):
             leaf = abstract[path].get_value()
-            if entry.layer is None:
+            if entry.wanted.layer is None:
                 filled[path] = read_part(source, entry, part, leaf.shape, leaf.dtype, leaf.sharding)
                 continue
             spec = jax.sharding.PartitionSpec(*leaf.sharding.spec[1:])
@@ -232,7 +130,7 @@ def load(family: Family, state: nnx.State, config: ReaderConfig, source: TensorS
             layer = read_part(source, entry, part, leaf.shape[1:], leaf.dtype, sharding)
             if path not in filled:
                 filled[path] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            filled[path] = put_layer(filled[path], layer, jnp.int32(entry.layer))
+            filled[path] = put_layer(filled[path], layer, jnp.int32(entry.wanted.layer))
     leaves = {path: leaf.replace(filled[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)}
     return nnx.from_flat_state(leaves)
 
@@ -241,9 +139,10 @@ def read_part(
     source: TensorSource, entry: Entry, part: int, shape: tuple[int, ...], dtype: Any, sharding: Any
 ) -> jax.Array:
     """Part `part` of a tensor as an array on the devices; each device's slice is read by itself."""
-    layout = entry.key.layout(len(shape))
-    sizes = axis_sizes(entry.key, layout, shape)
-    several = len(entry.key.parts) > 1
+    key = entry.wanted.key
+    layout = key.layout(len(shape))
+    sizes = key.sizes(layout, shape)
+    several = len(key.parts) > 1
 
     def read(index: Index | None) -> np.ndarray:
         index = index or ()
@@ -257,47 +156,52 @@ def read_part(
     return jax.make_array_from_callback(shape, sharding, read)
 
 
-def export(family: Family, state: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the Hugging Face checkpoint, by name, one at a time."""
+def stored_tensor(wanted: Wanted, leaves: dict[str, nnx.Param]) -> np.ndarray:
+    """The tensor of the checkpoint, from the parameters `leaves`."""
+    values = [leaves[path].get_value() for path in wanted.key.parts]
+    arrays = [np.asarray(value if wanted.layer is None else value[wanted.layer]) for value in values]
+    layout = wanted.key.layout(arrays[0].ndim)
+    whole = np.stack(arrays) if len(arrays) > 1 else arrays[0]
+    sizes = wanted.key.sizes(layout, arrays[0].shape)
+    return np.ascontiguousarray(rearrange(whole, layout.backward, **sizes))
+
+
+def checkpoint(family: Family, state: nnx.State) -> dict[str, tuple[Wanted, int]]:
+    """The tensors of the Hugging Face checkpoint of `state`, by full name, with their sizes in bytes."""
     leaves = flat_state(state)
-    for name, key, layer, _ in expected(family, {path: leaf.shape for path, leaf in leaves.items()}):
-        values = [leaves[path].get_value() for path in key.parts]
-        arrays = [np.asarray(value if layer is None else value[layer]) for value in values]
-        layout = key.layout(arrays[0].ndim)
-        whole = np.stack(arrays) if len(arrays) > 1 else arrays[0]
-        stored = np.ascontiguousarray(rearrange(whole, layout.backward, **axis_sizes(key, layout, arrays[0].shape)))
-        yield (family.prefix if key.prefixed else "") + name, stored
+    return {
+        (family.prefix if wanted.key.prefixed else "") + wanted.name: (
+            wanted,
+            math.prod(wanted.shape) * leaves[wanted.key.parts[0]].get_value().dtype.itemsize,
+        )
+        for wanted in wanted_tensors(family, {path: leaf.shape for path, leaf in leaves.items()})
+    }
 
 
 def save(folder: Path, family: Family, config: ReaderConfig, state: nnx.State, shard_bytes: int = 5 << 30) -> None:
-    """Writes `config.json` and safetensors, in shards of about `shard_bytes`, as transformers reads them.
+    """Writes `config.json` and safetensors, in shards of at most `shard_bytes`, as transformers reads them.
 
     Raises:
         UsageError: `folder` holds a checkpoint already.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
     if any(folder.glob("*.safetensors")) or (folder / "config.json").exists():
         raise UsageError(f"{folder}: holds a checkpoint already; choose another folder")
+    tensors, leaves = checkpoint(family, state), flat_state(state)
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda entry: entry[1],
+        get_storage_id=lambda entry: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
-
-    total = sum(leaf.get_value().nbytes for leaf in flat_state(state).values())
-    count = max(1, -(-total // shard_bytes))
-    names = (
-        [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
-    )
-    index: dict[str, str] = {}
-    shard: dict[str, np.ndarray] = {}
-    written = 0  # bytes in this and all earlier shards
-    for name, tensor in export(family, state):
-        current = names[min(written // shard_bytes, count - 1)]
-        if shard and index[next(iter(shard))] != current:
-            save_file(shard, folder / index[next(iter(shard))], metadata={"format": "pt"})
-            shard = {}
-        shard[name], index[name] = tensor, current
-        written += tensor.nbytes
-    save_file(shard, folder / index[next(iter(shard))], metadata={"format": "pt"})
-    if count > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: stored_tensor(tensors[name][0], leaves) for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -7,59 +7,10 @@ lost at the start of the prefix, never from the passage.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from ralm_jax.errors import UsageError
-
-Bos = Literal["every-window", "passage"]
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How text and passages become windows.
-
-    Attributes:
-        window: W, tokens a window.
-        stride: s, tokens that each window after the first predicts.
-        past: tokens before the target whose log-probability is kept as well, for zero-shot reranking.
-        passage_tokens: a passage is cut to this many tokens.
-        bos: "every-window": the tokenizer's BOS, if it adds one by default, stands once in front of every window, and
-            no special token inside. "passage": as the paper's code, passages carry whatever special tokens the
-            tokenizer adds by default, and text carries none.
-    """
-
-    window: int = 1024
-    stride: int = 4
-    past: int = 32
-    passage_tokens: int = 256
-    bos: Bos = "every-window"
-
-    def __post_init__(self) -> None:
-        for name in ("window", "stride", "passage_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', ' ')} must be at least 1, not {getattr(self, name)}")
-        if self.past < 0:
-            raise UsageError(f"past must be at least 0, not {self.past}")
-        if self.stride >= self.window:
-            raise UsageError(
-                f"stride {self.stride} in windows of {self.window} would leave tokens unscored; the stride must be "
-                "smaller than the window"
-            )
-        if self.passage_room < 1:
-            raise UsageError(
-                f"a window of {self.window} has no room beside stride {self.stride} and past {self.past}; "
-                "use a larger window or a smaller past"
-            )
-
-    @property
-    def passage_room(self) -> int:
-        """The longest passage that leaves the target and the past tokens in the window."""
-        return self.window - self.stride - self.past
-
-
-PRESETS: dict[str, Bos] = {"default": "every-window", "ai21": "passage"}
+from ralm_jax.settings import StrideSettings
 
 
 @dataclass(frozen=True)
@@ -78,19 +29,12 @@ class Schedule:
         return len(self.starts)
 
 
-def make_schedule(num_tokens: int, window: int, stride: int, limit: int | None = None) -> Schedule:
-    """The strides of a text of `num_tokens` tokens; only the first `limit` if given.
-
-    Raises:
-        UsageError: `limit` is below 1.
-    """
-    if limit is not None and limit < 1:
-        raise UsageError(f"the limit of strides must be at least 1, not {limit}")
-    count = 1 + max(0, -(-(num_tokens - window) // stride))
-    if limit is not None:
-        count = min(count, limit)
-    starts = stride * np.arange(count, dtype=np.int64)
-    ends = np.minimum(starts + window, num_tokens)
+def make_schedule(num_tokens: int, settings: StrideSettings) -> Schedule:
+    """The strides of a text of `num_tokens` tokens."""
+    count = 1 + max(0, -(-(num_tokens - settings.window) // settings.stride))
+    count = min(count, settings.limit_strides or count)
+    starts = settings.stride * np.arange(count, dtype=np.int64)
+    ends = np.minimum(starts + settings.window, num_tokens)
     targets = np.concatenate([[0], ends[:-1]])
     return Schedule(num_tokens, starts, targets, ends)
 

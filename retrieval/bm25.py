@@ -10,31 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 from tqdm import tqdm
 
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import at_least
 from ralm_jax.storage import Folder
 from retrieval import analyzer
 from retrieval.corpus import Passage, Passages, write_passages
+from retrieval.retriever import KIND, Hits
 
-KIND = "index"
 K1, B = 0.9, 0.4  # Pyserini's defaults, and the paper's
-
-
-class Hits(NamedTuple):
-    """What a search finds, best first; ties go to the lower row.
-
-    Attributes:
-        rows: (Q, k) int64 passages, -1 after the last hit.
-        scores: (Q, k) float32, 0 after the last hit.
-    """
-
-    rows: np.ndarray
-    scores: np.ndarray
 
 
 def quantised_length(length: int) -> int:
@@ -52,7 +41,7 @@ def build_index(
     k1: float = K1,
     b: float = B,
     quantise_lengths: bool = True,
-    source: str = "",
+    source: dict[str, Any] | None = None,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> "BM25Index":
@@ -60,7 +49,7 @@ def build_index(
 
     Args:
         quantise_lengths: lengths as coarse as Lucene's, for the same scores.
-        source: where the passages come from, for whoever looks at the index later.
+        source: where the passages come from (`corpus.describe_corpus`), for whoever looks at the index later.
         progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
@@ -77,7 +66,7 @@ def build_index(
     first = next(passages, None)  # a corpus that cannot be read leaves no folder behind
     if first is None:
         raise RalmError("the corpus has no passages")
-    folder = Folder.create(location, KIND, settings, resume=None, overwrite=overwrite)
+    folder = Folder.create(location, KIND, settings, "overwrite" if overwrite else "refuse", resumable=False)
     root = Path(location).expanduser()
 
     vocabulary: dict[str, int] = {}
@@ -96,7 +85,7 @@ def build_index(
     scores = score_matrix(terms, np.array(lengths), len(vocabulary), k1, b, quantise_lengths)
     index = bm25s_index(scores, vocabulary, k1, b)
     index.save(root / "bm25", show_progress=False)
-    folder.about.update(passages=len(lengths), terms=len(vocabulary), corpus=digest.hexdigest(), source=source)
+    folder.about.update(passages=len(lengths), terms=len(vocabulary), corpus=digest.hexdigest(), source=source or {})
     folder.write_manifest()
     return BM25Index.open(location)
 
@@ -160,7 +149,8 @@ class BM25Index:
 
     @classmethod
     def open(cls, location: str) -> "BM25Index":
-        """
+        """The index at `location`.
+
         Raises:
             UsageError: there is no index at `location`.
             RalmError: it is not complete, damaged, or made by another version of the analyser.
@@ -197,8 +187,7 @@ class BM25Index:
         Raises:
             UsageError: `k` is below 1.
         """
-        if k < 1:
-            raise UsageError(f"k must be at least 1, not {k}")
+        at_least(1, k=k)
         term_ids, weights, pointers = self._terms(queries)
         allowed = ~self.passages.titled(excluded) if excluded else np.zeros(0, bool)
         rows = np.full((len(queries), k), -1, np.int64)
@@ -207,16 +196,6 @@ class BM25Index:
         threads = min(numba.get_num_threads(), max(1, len(queries)))
         search_postings(*columns, len(self.passages), term_ids, weights, pointers, allowed, threads, rows, scores)
         return Hits(rows, scores)
-
-    def look_up(self, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-        """`search` with the passages themselves: rows {"query", "hits": [{"id", "score", "title", "text"}]}."""
-        hits = self.search(queries, k, excluded)
-        rows = []
-        for query, found, scores in zip(queries, hits.rows, hits.scores, strict=True):
-            passages = zip(self.passages.rows(found[found >= 0]), scores.tolist(), strict=False)
-            listed = [{"id": p.id, "score": score, "title": p.title, "text": p.text} for p, score in passages]
-            rows.append({"query": query, "hits": listed})
-        return rows
 
     def _terms(self, queries: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids and counts of each query's known terms, flat, and where each query starts."""

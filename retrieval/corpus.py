@@ -4,22 +4,24 @@ Lines are split on "\\n" only, and every refusal names file and line.
 """
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.text import encodable, read_lines
+from ralm_jax.settings import at_least
+from ralm_jax.text import encodable, read_lines, read_rows
 
 Format = Literal["auto", "pyserini", "beir", "dpr", "text"]
 
 HEADING = re.compile(r"\s*(?:#{1,6}\s+(.+?)\s*#*|=+ (.+?) =+)\s*")  # Markdown's and WikiText's
+TEXT_SUFFIXES = re.compile(r"(\.(txt|text|md))?(\.gz)?$")
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
 
@@ -50,16 +52,10 @@ def read_corpus(
         UsageError: no such file or folder, or `passage_words` below 1.
         RalmError: a row that is not of the format; file and line are named.
     """
-    if passage_words < 1:
-        raise UsageError(f"passage words must be at least 1, not {passage_words}")
-    root = Path(path).expanduser()
-    files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
-    if not files:
-        raise UsageError(f"{path}: the folder has no files")
-    for file in files:
+    at_least(1, passage_words=passage_words)
+    for file, name in corpus_files(path):
         kind = detect_format(file) if format == "auto" else format
         if kind == "text":
-            name = file.name.split(".")[0] if file == root else str(file.relative_to(root)).split(".")[0]
             yield from text_passages(file, name, passage_words)
             continue
         for passage in {"pyserini": pyserini_rows, "beir": beir_rows, "dpr": dpr_rows}[kind](file):
@@ -70,28 +66,60 @@ def read_corpus(
                 yield passage
 
 
+def corpus_files(path: str) -> list[tuple[Path, str]]:
+    """The files of a corpus and their names without suffix, below the folder if it is one; of a BEIR data set only
+    the corpus.
+
+    Raises:
+        UsageError: a folder without files.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        return [(root, TEXT_SUFFIXES.sub("", root.name))]
+    files = sorted(file for file in root.rglob("*") if file.is_file())
+    if any(file.name.startswith("queries.jsonl") for file in files):
+        files = [file for file in files if file.name.startswith("corpus.jsonl")] or files
+    if not files:
+        raise UsageError(f"{path}: the folder has no files")
+    return [(file, TEXT_SUFFIXES.sub("", str(file.relative_to(root)))) for file in files]
+
+
+def describe_corpus(path: str, format: Format, *, passage_words: int, split_rows: bool) -> dict[str, Any]:
+    """What the passages of `read_corpus` depend on, without reading the files: their names, sizes and times."""
+    digest = sha256()
+    for file, _ in corpus_files(path):
+        state = file.stat() if file.exists() else None
+        digest.update(f"{file}:{state and state.st_size}:{state and state.st_mtime_ns}\n".encode())
+    return {
+        "corpus": path,
+        "files": digest.hexdigest(),
+        "corpus_format": format,
+        "passage_words": passage_words,
+        "split_rows": split_rows,
+    }
+
+
 def detect_format(file: Path) -> Literal["pyserini", "beir", "dpr", "text"]:
-    """By suffix, and for jsonl by the fields of the first row."""
-    suffixes = [suffix for suffix in file.suffixes if suffix != ".gz"]
-    if suffixes[-1:] == [".tsv"]:
+    """By suffix, and for jsonl by the fields of the first row.
+
+    Raises:
+        RalmError: a suffix that is not one of running text either.
+    """
+    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+    if suffix == ".tsv":
         return "dpr"
-    if suffixes[-1:] != [".jsonl"]:
-        return "text"
-    for _, row in json_rows(file):
-        return "pyserini" if "contents" in row else "beir"
-    return "beir"
+    if suffix == ".jsonl":
+        return next(("pyserini" if "contents" in row else "beir" for _, row in json_rows(file)), "beir")
+    if suffix in (".json", ".csv", ".parquet", ".arrow"):
+        raise RalmError(
+            f"{file}: {suffix} is not one of the formats; if it is one by another name, say --corpus-format"
+        )
+    return "text"
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """Place (file:line) and object of every row; blank lines are passed over."""
-    for number, line in read_lines(file):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RalmError(f"{where}: not JSON ({error})") from None
+    """Place (file:line) and object of every row."""
+    for where, row in read_rows(file):
         if not isinstance(row, dict):
             raise RalmError(f"{where}: expected a JSON object, found {type(row).__name__}")
         yield where, row
@@ -99,6 +127,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
 
 def field(row: dict, names: Sequence[str], where: str, *, default: str | None = None) -> str:
     """The first of `names` that `row` has, as clean text; numbers are accepted as ids."""
+    if not isinstance(row, dict):
+        raise RalmError(f"{where}: expected an object, found {type(row).__name__}")
     for name in names:
         value = row.get(name)
         if value is None:
@@ -186,18 +216,18 @@ def write_passages(passages: Iterable[Passage], path: Path) -> Iterator[Passage]
         for passage in passages:
             batch.append(passage)
             if len(batch) == BATCH_ROWS:
-                writer.write_batch(pa.record_batch([list(column) for column in zip(*batch, strict=True)], SCHEMA))
+                writer.write_batch(as_batch(batch))
                 batch = []
             yield passage
         if batch:
-            writer.write_batch(pa.record_batch([list(column) for column in zip(*batch, strict=True)], SCHEMA))
+            writer.write_batch(as_batch(batch))
 
 
 class Passages:
-    """Passages by row."""
+    """Passages by row, in Arrow batches of `BATCH_ROWS` rows; those of a file stay on disk until they are asked for."""
 
-    def __init__(self, table: pa.Table):
-        self._table = table
+    def __init__(self, batches: Sequence[pa.RecordBatch]):
+        self._batches = batches
         self._titled: tuple[frozenset[str], np.ndarray] | None = None
 
     @classmethod
@@ -208,27 +238,25 @@ class Passages:
             RalmError: it is missing or damaged.
         """
         try:
-            return cls(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+            file = pa.ipc.open_file(pa.memory_map(str(path)))
+            return cls([file.get_batch(i) for i in range(file.num_record_batches)])
         except (OSError, pa.ArrowInvalid) as error:
             raise RalmError(f"{path}: the index's passages cannot be read ({error}); build the index again") from None
 
     @classmethod
     def of(cls, passages: Sequence[Passage]) -> "Passages":
         """Passages in memory."""
-        columns = {name: [getattr(passage, name) for passage in passages] for name in Passage._fields}
-        return cls(pa.table(columns, schema=SCHEMA))
+        return cls([as_batch(passages[i : i + BATCH_ROWS]) for i in range(0, len(passages), BATCH_ROWS)])
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return sum(batch.num_rows for batch in self._batches)
 
-    def rows(self, rows: Sequence[int] | np.ndarray) -> list[Passage]:
+    def rows(self, rows: Iterable[int] | np.ndarray) -> list[Passage]:
         """The passages of `rows`, in their order."""
-        taken = self._table.take(pa.array(np.asarray(rows, np.int64)))
-        return [
-            Passage(*values) for values in zip(*(taken[name].to_pylist() for name in taken.column_names), strict=True)
-        ]
+        places = (divmod(int(row), BATCH_ROWS) for row in rows)
+        return [Passage(*(column[i].as_py() for column in self._batches[b].columns)) for b, i in places]
 
-    def contents(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+    def contents(self, rows: Iterable[int] | np.ndarray) -> list[str]:
         """`Passage.contents` of `rows`."""
         return [passage.contents for passage in self.rows(rows)]
 
@@ -236,8 +264,15 @@ class Passages:
         """(N,) bool: the passages whose title is one of `titles`; a title in double quotes counts without them."""
         if self._titled is None or self._titled[0] != titles:  # a text asks for the same titles again and again
             wanted = pa.array(sorted(titles | {f'"{title}"' for title in titles}), pa.string())
-            self._titled = titles, pc.is_in(self._table["title"], value_set=wanted).to_numpy()
+            found = [
+                pc.is_in(batch["title"], value_set=wanted).to_numpy(zero_copy_only=False) for batch in self._batches
+            ]
+            self._titled = titles, np.concatenate([np.zeros(0, bool), *found])
         return self._titled[1]
+
+
+def as_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
+    return pa.record_batch([list(column) for column in zip(*passages, strict=True)], SCHEMA)
 
 
 def read_titles(path: str) -> frozenset[str]:

@@ -9,12 +9,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
 # shapes and dtypes of the annotations are checked at every call
 install_import_hook([f"ralm_jax.{m}" for m in ("rope", "attention", "layers", "stack")], "beartype.beartype")
+
+hypothesis.settings.register_profile(
+    "same everywhere", derandomize=True, deadline=None, database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+hypothesis.settings.load_profile("same everywhere")
 
 from eval.sample import smollm2  # noqa: E402
 from ralm_jax.sharding import make_mesh  # noqa: E402

@@ -37,13 +37,15 @@ def test_against_numpy(length, heads, kv_heads):
     np.testing.assert_allclose(attend_(q, k, v, scale=0.3, valid=valid), reference(q, k, v, 0.3, valid), atol=1e-5)
 
 
-def test_many_blocks_are_few(monkeypatch):
+def test_long_windows_take_larger_blocks_not_more(monkeypatch):
     monkeypatch.setattr("ralm_jax.attention.BLOCK", 4)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 333, 2, 4)).astype(np.float32) for _ in range(3))
     np.testing.assert_allclose(
         jax.jit(attend, static_argnames="scale")(q, k, v, scale=0.5), reference(q, k, v, 0.5), atol=1e-5
     )
+    products = str(jax.make_jaxpr(lambda *x: attend(*x, scale=0.5))(q, k, v)).count("dot_general[")
+    assert products == 2 * 31  # of 11 rows each
 
 
 def test_rows_without_keys_are_finite():

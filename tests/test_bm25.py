@@ -12,6 +12,7 @@ from ralm_jax.errors import RalmError, UsageError
 from retrieval.analyzer import analyze
 from retrieval.bm25 import BM25Index, build_index, quantised_length
 from retrieval.corpus import Passage, read_corpus
+from retrieval.retriever import look_up
 from tests import tiny
 
 
@@ -167,7 +168,7 @@ class TestFolder:
         again = BM25Index.open(built.location)
         assert isinstance(again.postings["data"], np.memmap)
         assert again.fingerprint == built.fingerprint
-        assert again.look_up(["bird"], 2) == [
+        assert look_up(again, ["bird"], 2) == [
             {
                 "query": "bird",
                 "hits": [{"id": "1", "score": pytest.approx(0.36, abs=0.1), "title": "", "text": "blue bird"}],

@@ -95,16 +95,38 @@ class TestSteps:
         command = ["lm", "--model", "model", "--text", "text.txt", "--corpus", "corpus.jsonl", "--out", "all", *SIZES]
         ralm(*command)
         code, line = refused(capsys, *command)
-        assert (code, "holds an earlier run's index; add" in line) == (2, True)
+        assert code == 2
+        assert "all: has index, retrieval, scores, report.json already; add --resume to go on" in line
         before = Path("all/index/passages.arrow").stat().st_mtime_ns
         ralm(*command, "--resume")
         assert Path("all/index/passages.arrow").stat().st_mtime_ns == before
         ralm(*command, "--overwrite")
         assert Path("all/index/passages.arrow").stat().st_mtime_ns > before
-        tiny.write_corpus(Path("other.jsonl"), 30)
-        command[command.index("corpus.jsonl")] = "other.jsonl"
+        code, line = refused(capsys, *command, "--resume", "--passage-words", "3")
+        assert (code, "cannot be resumed: passage_words: 100 there, 3 now" in line) == (1, True)
+        tiny.write_corpus(Path("corpus.jsonl"), 30)
         code, line = refused(capsys, *command, "--resume")
-        assert (code, "was built from corpus.jsonl, not from other.jsonl" in line) == (1, True)
+        assert (code, "all/index: was made with other settings and cannot be resumed: files: " in line) == (1, True)
+
+    def test_lm_knows_before_it_scores(self, place, capsys):
+        command = ["lm", "--model", "model", "--text", "text.txt", "--corpus", "corpus.jsonl", *SIZES]
+        for options, message in (
+            (["--out", "gs://bucket/x"], "the index needs a local disk"),
+            (["--out", "all", "--past", "8"], "raise --past, or lower --zero-shot-tokens"),
+            (["--out", "all", "--strategies", "best"], "expected some of none, first"),
+            (["--out", "all", "--exclude-titles", "none.txt"], "none.txt: no such file"),
+        ):
+            code, line = refused(capsys, *command, *options)
+            assert (code, message in line) == (2, True)
+            assert not Path("all").exists()
+
+    def test_lm_keeps_a_report_of_somebody_elses(self, place, capsys):
+        Path("all").mkdir()
+        Path("all/report.json").write_text("mine")
+        command = ["lm", "--model", "model", "--text", "text.txt", "--corpus", "corpus.jsonl", "--out", "all", *SIZES]
+        code, line = refused(capsys, *command)
+        assert (code, "all: has report.json already" in line) == (2, True)
+        assert Path("all/report.json").read_text() == "mine"
 
     def test_scoring_without_retrieval(self, place, capsys):
         ralm("score", "--model", "model", "--text", "text.txt", "--out", "scores", "--window", "64", "--stride", "16")
@@ -162,10 +184,9 @@ class TestRefusals:
             (["--model", "nobody/nothing"], 1, "nobody/nothing: no such folder, and not in the Hugging Face cache"),
             (["--model", "."], 2, "no tokenizer"),
             (["--window", "4096"], 2, "use --window 256"),
-            (["--stride", "64", "--window", "64"], 2, "must be smaller than the window"),
+            (["--tokenizer", "text.txt"], 2, "a model is a folder, a .gguf file or a Hugging Face id"),
             (["--past", "60", "--window", "64"], 2, "no room beside stride 4 and past 60"),
             (["--batch-size", "0"], 2, "batch size must be at least 1"),
-            (["--limit-strides", "0"], 2, "the limit of strides must be at least 1"),
             (["--k", "-1"], 2, "k must be at least 0"),
             (["--retrieval", "none"], 2, "none: no retrieval there"),
             (["--retrieval", "text.txt"], 1, "text.txt: not JSON"),
@@ -229,7 +250,9 @@ class TestRefusals:
         [[], ["score"], ["no-such-command"], ["score", "--no-such-option"], ["search", "--index", "x"],
          ["search", "--index", "x", "--query", "a", "--queries", "b"], ["report", "--scores"],
          ["score", "--model", "m", "--text", "t", "--out", "o", "--resume", "--overwrite"],
-         ["score", "--model", "m", "--text", "t", "--out", "o", "--stride", "four"]],
+         ["score", "--model", "m", "--text", "t", "--out", "o", "--stride", "four"],
+         ["score", "--model", "m", "--text", "t", "--out", "o", "--stride", "64", "--window", "64"],
+         ["score", "--model", "m", "--text", "t", "--out", "o", "--limit-strides", "0"]],
     )  # fmt: skip
     def test_usage(self, capsys, args):
         with pytest.raises(SystemExit) as caught:
@@ -279,19 +302,29 @@ def test_help_starts_without_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_output_that_nobody_reads_to_its_end(index):
+    command = f"{sys.executable} -m ralm_jax search --index index --query '{tiny.text(60)}' --k 30 | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
 def test_ctrl_c_is_one_line_and_resumes(place):
     Path("long.txt").write_text(tiny.text(4000))
     options = ["score", "--model", "model", "--text", "long.txt", "--out", "scores", "--window", "64", "--stride", "1",
                "--batch-size", "4"]  # fmt: skip
     command = [sys.executable, "-m", "ralm_jax", *options]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": ""})
     deadline = time.monotonic() + 60
-    while not list(Path("scores/log_probs/c").glob("*/0/0")):
-        assert started.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    started.send_signal(signal.SIGINT)
-    _, printed = started.communicate()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": ""}) as started:
+        try:
+            while not list(Path("scores/log_probs/c").glob("*/0/0")):
+                assert started.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            started.send_signal(signal.SIGINT)
+            _, printed = started.communicate(timeout=60)
+        finally:
+            started.kill()
     assert started.returncode == 130
     assert printed.strip() == "ralm: error: interrupted; finished chunks are kept, and --resume goes on from there"
     assert run(*options, "--resume").returncode == 0

@@ -8,7 +8,16 @@ import pytest
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import read_text
-from retrieval.corpus import Passage, Passages, read_corpus, read_queries, read_titles, write_passages
+from retrieval.corpus import (
+    Passage,
+    Passages,
+    describe_corpus,
+    read_corpus,
+    read_queries,
+    read_titles,
+    write_passages,
+)
+from tests import tiny
 
 
 def write(path, content):
@@ -76,6 +85,20 @@ class TestFormats:
         assert [p.text for p in found] == ["first", "second", "third"]
         assert found[2].id == "sub/c-0"
 
+    def test_names_of_files_keep_their_dots(self, tmp_path):
+        (tmp_path / "v1.0").mkdir()
+        for name in ("a.txt", "b.v2.md.gz", "U.S. history"):
+            write(tmp_path / "v1.0" / name, "words")
+        found = [(p.id, p.title) for p in read_corpus(str(tmp_path))]
+        assert found == [(f"v1.0/{n}-0", f"v1.0/{n}") for n in ("U.S. history", "a", "b.v2")]
+
+    def test_of_a_beir_data_set_only_the_corpus(self, tmp_path):
+        (tmp_path / "qrels").mkdir()
+        write(tmp_path / "corpus.jsonl", rows({"_id": "1", "text": "a"}))
+        write(tmp_path / "queries.jsonl", rows({"_id": "q", "text": "b"}))
+        write(tmp_path / "qrels" / "test.tsv", "query-id\tcorpus-id\tscore\n")
+        assert [p.text for p in read_corpus(str(tmp_path))] == ["a"]
+
     def test_rows_are_whole_unless_split(self, tmp_path):
         path = write(tmp_path / "c.jsonl", rows({"_id": "a", "title": "T", "text": "one two three"}))
         assert [p.text for p in read_corpus(path, passage_words=2)] == ["one two three"]
@@ -134,11 +157,21 @@ class TestRefusals:
         with pytest.raises(RalmError, match=message):
             list(read_corpus(write(tmp_path / "p.tsv", content)))
 
-    def test_a_damaged_gzip_file(self, tmp_path):
+    @pytest.mark.parametrize(
+        "damage", [lambda b: b[:-20], lambda b: b[:20] + b"\xff" * 30 + b[50:], lambda b: b"x" + b]
+    )
+    def test_a_damaged_gzip_file(self, tmp_path, damage):
         path = tmp_path / "c.jsonl.gz"
-        path.write_bytes(gzip.compress(rows({"_id": "1", "text": "a" * 10000}).encode())[:-20])
-        with pytest.raises(RalmError, match=r"c\.jsonl\.gz:\d: cannot be read"):
+        content = "".join(rows({"_id": str(i), "text": tiny.text(50, i)}) for i in range(50))
+        path.write_bytes(damage(gzip.compress(content.encode())))
+        with pytest.raises(RalmError, match=r"c\.jsonl\.gz:\d+: (cannot be read|not UTF-8|not JSON)"):
             list(read_corpus(str(path)))
+
+    @pytest.mark.parametrize("name", ["c.json", "c.csv", "c.parquet"])
+    def test_formats_that_are_not_known(self, tmp_path, name):
+        with pytest.raises(RalmError, match="is not one of the formats"):
+            list(read_corpus(write(tmp_path / name, "[1]")))
+        assert len(list(read_corpus(write(tmp_path / name, "words"), "text"))) == 1
 
     def test_nothing_there(self, tmp_path):
         with pytest.raises(UsageError, match="no such file"):
@@ -147,6 +180,16 @@ class TestRefusals:
             list(read_corpus(str(tmp_path)))
         with pytest.raises(UsageError, match="passage words must be at least 1"):
             list(read_corpus(str(tmp_path), passage_words=0))
+
+
+def test_what_passages_depend_on(tmp_path):
+    path = write(tmp_path / "c.jsonl", rows({"_id": "1", "text": "a"}))
+    options = {"passage_words": 100, "split_rows": False}
+    first = describe_corpus(path, "auto", **options)
+    assert first == describe_corpus(path, "auto", **options)
+    assert first != describe_corpus(path, "auto", **options | {"passage_words": 50})
+    write(tmp_path / "c.jsonl", rows({"_id": "1", "text": "ab"}))
+    assert first != describe_corpus(path, "auto", **options)
 
 
 class TestPassages:

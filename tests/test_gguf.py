@@ -10,16 +10,11 @@ from gguf.quants import dequantize, quantize
 from ralm_jax.errors import RalmError
 from ralm_jax.reader import load_reader
 from ralm_jax.sharding import make_mesh
-from ralm_jax.sources import GGUF_NAMES, open_gguf
-from ralm_jax.weights import export, flat_state
+from ralm_jax.sources import GGUF_NAMES
+from ralm_jax.weights import checkpoint, flat_state, stored_tensor
 from tests import tiny
 
-CONFIG = replace(tiny.LLAMA, rope_factor=2.0)
-
-
-@pytest.fixture(autouse=True)
-def forget_open_files():
-    open_gguf.cache_clear()
+CONFIG = replace(tiny.LLAMA, rope_factor=2.0, rope_theta=30000.0)
 
 
 def interleaved(values, heads):
@@ -27,7 +22,7 @@ def interleaved(values, heads):
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def write(path, *, config=CONFIG, kind=None, architecture="llama", extra=(), drop=(), scaling="linear"):
+def write(path, *, config=CONFIG, kind=None, architecture="llama", extra=(), drop=(), scaling="linear", rotary=None):
     reader = tiny.reader(config)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_uint32(f"{architecture}.block_count", config.num_layers)
@@ -39,12 +34,19 @@ def write(path, *, config=CONFIG, kind=None, architecture="llama", extra=(), dro
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-    writer.add_rope_scaling_factor(config.rope_factor)
+    if rotary is not None:
+        writer.add_rope_dimension_count(rotary)
+    if scaling == "old":
+        writer.add_float32(f"{architecture}.rope.scale_linear", config.rope_factor)
+    else:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+        writer.add_rope_scaling_factor(config.rope_factor)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     names = {hf: ours for ours, hf in GGUF_NAMES.items()}
-    for name, values in export(reader.family, reader.state):
+    leaves = flat_state(reader.state)
+    for name, (wanted, _) in checkpoint(reader.family, reader.state).items():
+        values = stored_tensor(wanted, leaves)
         stem, suffix = name.rsplit(".", 1)
         *_, layer = ["", *[part for part in stem.split(".") if part.isdigit()]]
         gguf_stem = names[stem.replace(f".{layer}.", ".{}.") if layer else stem]
@@ -76,6 +78,19 @@ def test_every_tensor_finds_its_place_and_order(tmp_path):
         np.testing.assert_array_equal(leaf.get_value(), expected[path].get_value(), err_msg=path)
 
 
+def test_older_files_state_a_linear_factor_alone(tmp_path):
+    reader = load_reader(str(write(tmp_path / "tiny.gguf", scaling="old")), mesh=make_mesh(data=1))
+    assert reader.config.rope_factor == 2.0
+
+
+def test_a_file_that_is_replaced_is_read_again(tmp_path):
+    first = load_reader(str(write(tmp_path / "tiny.gguf")), mesh=make_mesh(data=1))
+    other = replace(CONFIG, num_layers=2)
+    second = load_reader(str(write(tmp_path / "tiny.gguf", config=other)), mesh=make_mesh(data=1))
+    assert (first.config.num_layers, second.config.num_layers) == (3, 2)
+    assert first.fingerprint != second.fingerprint
+
+
 def test_quantised_tensors_are_dequantised(tmp_path):
     kind = gguf.GGMLQuantizationType.Q8_0
     reader = load_reader(str(write(tmp_path / "tiny.gguf", kind=kind)), mesh=make_mesh(data=1, fsdp=2, tensor=2))
@@ -96,7 +111,9 @@ def test_a_tied_head_is_not_stored(tmp_path):
         ({"architecture": "qwen2"}, "GGUF architecture 'qwen2' is not supported"),
         ({"extra": ["blk.0.ssm_a", "mystery.weight"]}, "2 tensors that no Llama has: blk.0.ssm_a, mystery.weight"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "layers.1.mlp.up_proj.weight is missing"),
-        ({"scaling": "yarn"}, "rope type = 'yarn' is not supported"),
+        ({"scaling": "yarn"}, "rope_type = 'yarn' is not supported"),
+        ({"drop": ["token_embd.weight"]}, "token_embd.weight is missing"),
+        ({"rotary": 4}, "partial_rotary_factor = 0.5 is not supported"),
     ],
 )
 def test_refusals(tmp_path, options, message):

@@ -1,5 +1,6 @@
 """Ranking policies and perplexities on tables written by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -33,6 +34,7 @@ def scores():
         past=past,
         target=target,
         passages=np.array([[7, 8], [3, -1], [-1, -1]]),
+        token_ends=np.arange(9),
         settings={"window": 4, "stride": 2, "k": 2, "dtype": "float32"},
         about={"tokens": 9, "words": 4, "reader": "r", "text": "t", "overlap": 0.25, "overlap_words": 13},
     )
@@ -56,6 +58,8 @@ def test_the_oracle_is_never_worse_than_a_passage(scores):
     scores.target[0, 2] = [-0.1, -0.1]
     assert ranking.oracle(scores).tolist() == [2, 1, 0]
     assert ranking.oracle(scores, k=1).tolist() == [1, 1, 0]
+    with pytest.raises(UsageError, match="among at least 1 passage"):
+        ranking.oracle(scores, k=0)
 
 
 def test_random_is_seeded_and_takes_only_what_is_there(scores):
@@ -68,7 +72,9 @@ def test_random_is_seeded_and_takes_only_what_is_there(scores):
 
 
 def test_a_table_without_passages(scores):
-    bare = Scores(scores.first_window, scores.past[:, :1], scores.target[:, :1], np.zeros((3, 0), np.int64), {}, {})
+    bare = dataclasses.replace(
+        scores, past=scores.past[:, :1], target=scores.target[:, :1], passages=np.zeros((3, 0), np.int64)
+    )
     for policy in policies(2).values():
         assert policy(bare).tolist() == [0, 0, 0]
 

@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ralm_jax.errors import UsageError
 from ralm_jax.models.gpt2 import GPT2Config
 from ralm_jax.models.llama import LlamaConfig
-from ralm_jax.reader import abstract_reader, random_reader
+from ralm_jax.reader import abstract_reader
+from ralm_jax.rope import rotate_half
 from ralm_jax.sharding import make_mesh, on_mesh
 from ralm_jax.stack import scan_layers
 from ralm_jax.weights import flat_state
@@ -70,7 +72,7 @@ def test_scan_is_the_loop_and_remat_changes_nothing(name):
     args = (None,)
     if config.model_type == "llama":
         phases = jnp.ones((2, 20, 1, config.head_dim // 2)) * 0.6
-        args = (None, (phases, phases))
+        args = (None, partial(rotate_half, phases=(phases, phases)))
     with on_mesh(reader.mesh):
         y = x
         for layer in range(config.num_layers):
@@ -90,7 +92,7 @@ def test_shards_are_one_device(name):
     config = tiny.READERS[name]
     alone = tiny.reader(config)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    spread = random_reader(config, mesh=mesh)
+    spread = tiny.on(alone, mesh)
     leaves = {path: leaf.get_value() for path, leaf in flat_state(spread.state).items()}
     for path, spec in (
         ("layers.attention.q.kernel", PartitionSpec(None, "fsdp", "tensor", None)),
@@ -100,9 +102,8 @@ def test_shards_are_one_device(name):
         ("norm.scale", PartitionSpec("fsdp")),
     ):
         assert leaves[path].sharding.is_equivalent_to(NamedSharding(mesh, spec), leaves[path].ndim), path
-    same = replace(spread, state=jax.device_put(alone.state, jax.tree.map(lambda x: x.sharding, spread.state)))
     ids = tokens((4, 24))
-    np.testing.assert_allclose(same.logits(ids), alone.logits(ids), atol=1e-5)
+    np.testing.assert_allclose(spread.logits(ids), alone.logits(ids), atol=1e-5)
 
 
 def test_every_parameter_has_a_logical_axis_for_every_dimension():
@@ -139,6 +140,14 @@ def test_parameter_counts_without_allocating(name):
 
     _, state = abstract_reader(families[config.model_type], config, make_mesh(), "bfloat16")
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) == expected
+
+
+def test_meshes_use_the_devices_they_are_asked_for():
+    assert make_mesh(fsdp=2, tensor=2).devices.shape == (2, 2, 2)
+    assert make_mesh(data=1).devices.size == 1
+    for sizes in ({"fsdp": 3}, {"data": 4, "tensor": 4}, {"fsdp": 0}):
+        with pytest.raises(UsageError, match="the 8 devices here"):
+            make_mesh(**sizes)
 
 
 def test_bfloat16_is_close():

@@ -5,18 +5,22 @@ import json
 import numpy as np
 import pytest
 
-from eval.lm import check_retrieved, open_retrieved
+from eval.lm import open_retrieved
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import QuerySettings, StrideSettings
 from ralm_jax.text import Text
-from ralm_jax.tokenizer import plain
 from ralm_jax.windows import make_schedule
 from retrieval.bm25 import build_index
-from retrieval.corpus import read_corpus
-from retrieval.query import Retrieval, retrieve
-from retrieval.table import open_retrieval, read_json, stride_queries, write_json
+from retrieval.corpus import Passage, read_corpus
+from retrieval.interchange import export_json, import_json
+from retrieval.overlap import overlap
+from retrieval.query import retrieve, stride_queries
+from retrieval.retriever import search
+from retrieval.table import open_retrieval
 from tests import tiny
 
-SETTINGS = Retrieval(stride=4, window=64, query_length=10, k=5)
+STRIDES = StrideSettings(window=64, stride=4)
+QUERIES = QuerySettings(k=5, query_length=10)
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def index(tmp_path, corpus_file):
 
 @pytest.fixture
 def tokenizer():
-    return plain(tiny.tokenizer(), (), (), "tiny")
+    return tiny.tokenizer()
 
 
 @pytest.fixture
@@ -34,13 +38,14 @@ def text():
     return Text(tiny.text(300), "text.txt")
 
 
-def run(tmp_path, index, text, tokenizer, settings=SETTINGS, **options):
-    return retrieve(index, text, tokenizer, settings, str(tmp_path / "table"), progress=False, **options)
+def run(tmp_path, index, text, tokenizer, **options):
+    options = {"strides": STRIDES, "queries": QUERIES, "progress": False} | options
+    return retrieve(index, text, tokenizer, str(tmp_path / "table"), **options)
 
 
 def test_queries_are_the_tokens_strictly_before_the_target(tokenizer):
     tokens = tokenizer.encode(tiny.text(100))
-    schedule = make_schedule(100, 20, 4)
+    schedule = make_schedule(100, StrideSettings(20, 4))
     queries = stride_queries(tokens, schedule.targets, 6, tokenizer)
     assert queries[0] == ""
     assert queries[1] == tokenizer.decode(tokens[14:20])
@@ -63,20 +68,21 @@ def test_a_table_holds_what_the_search_finds(tmp_path, index, text, tokenizer):
 def test_resumed_where_it_stopped(tmp_path, index, text, tokenizer, monkeypatch):
     monkeypatch.setattr("retrieval.table.CHUNK", 16)
     whole = run(tmp_path / "whole", index, text, tokenizer)
-    search, calls = Retrieval.search, []
+    calls = []
 
-    def interrupted(self, retriever, queries):
+    def interrupted(retriever, queries, *rest):
         calls.append(len(queries))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return search(self, retriever, queries)
+        return search(retriever, queries, *rest)
 
-    monkeypatch.setattr(Retrieval, "search", interrupted)
+    monkeypatch.setattr("retrieval.query.search", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, index, text, tokenizer)
     with pytest.raises(RalmError, match="not complete, 28 of 60 strides are missing"):
         open_retrieval(str(tmp_path / "table"))
-    again = run(tmp_path, index, text, tokenizer, resume=True)
+    monkeypatch.setattr("retrieval.table.CHUNK", 32)  # a table keeps the chunks that it was made with
+    again = run(tmp_path, index, text, tokenizer, if_exists="resume")
     assert sum(calls) == 60 + 16
     np.testing.assert_array_equal(again.rows, whole.rows)
     np.testing.assert_array_equal(again.begins, whole.begins)
@@ -86,68 +92,66 @@ def test_not_resumed_with_other_settings(tmp_path, index, text, tokenizer):
     run(tmp_path, index, text, tokenizer)
     with pytest.raises(UsageError, match="holds an earlier run's retrieval"):
         run(tmp_path, index, text, tokenizer)
-    other = Retrieval(stride=4, window=64, query_length=12, k=5)
-    with pytest.raises(RalmError, match="query_length: 10 there, 12 now"):
-        run(tmp_path, index, text, tokenizer, other, resume=True)
+    for options, message in (
+        ({"queries": QuerySettings(k=5, query_length=12)}, "query_length: 10 there, 12 now"),
+        ({"excluded": frozenset(["x"])}, "excluded_sha256: .*; excluded_titles: 0 there, 1 now"),
+    ):
+        with pytest.raises(RalmError, match=message):
+            run(tmp_path, index, text, tokenizer, if_exists="resume", **options)
 
 
 class TestExclusion:
-    def titles(self, index, count):
-        passages = index.passages.rows(range(len(index.passages)))
-        return frozenset(passage.title for passage in passages[:count])
+    @pytest.fixture
+    def large(self, tmp_path):
+        """300 passages; one in three is "Kept"."""
+        passages = [Passage(str(i), "Kept" if i % 3 == 0 else "Out", tiny.text(31, i)) for i in range(300)]
+        return build_index(passages, str(tmp_path / "large"), progress=False)
 
-    def test_inside_keeps_k_and_after_may_not(self, tmp_path, index, text, tokenizer):
-        excluded = self.titles(index, 36)
-        inside = run(tmp_path / "a", index, text, tokenizer, Retrieval(4, 64, 10, 4, excluded, "inside"))
-        after = run(tmp_path / "b", index, text, tokenizer, Retrieval(4, 64, 10, 4, excluded, "after"))
-        for table in (inside, after):
-            assert set(np.unique(table.rows)) <= {-1, 36, 37, 38, 39}
-        # 40 passages are fewer than max(100, 4 k), so both find the same here
-        np.testing.assert_array_equal(inside.rows, after.rows)
+    def test_inside_leaves_k_where_after_may_not(self, large):
+        query, out = [tiny.text(40)], frozenset(["Out"])
+        inside = search(large, query, 60, out, "inside").rows[0]
+        after = search(large, query, 60, out, "after").rows[0]
+        everything = large.search(query, 240).rows[0]
+        kept = [row for row in everything if row >= 0 and row % 3 == 0]
+        assert inside.tolist() == kept[:60]
+        assert after.tolist() == (kept + [-1] * 60)[:60]
+        few = search(large, query, 40, out, "after").rows[0]
+        first = [row for row in everything[:160] if row >= 0 and row % 3 == 0]
+        assert few.tolist() == (first + [-1] * 40)[:40]
 
-    def test_after_takes_max_100_and_4k_hits_first(self, index):
-        asked = []
+    def test_after_drops_from_max_100_and_4k_hits(self, large):
+        """Of the first 100 hits about a third are kept, fewer than 50."""
+        hits = search(large, [tiny.text(40)], 25, frozenset(["Kept"]), "after")
+        assert (hits.rows[0] >= 0).all()
+        hits = search(large, [tiny.text(40)], 25, frozenset(["Out"]), "after")
+        found = int((hits.rows[0] >= 0).sum())
+        deep = large.search([tiny.text(40)], 100).rows[0]
+        assert found == min(25, sum(1 for row in deep if row >= 0 and row % 3 == 0))
+        assert (hits.rows[0][found:] == -1).all()
+        assert (hits.scores[0][found:] == 0).all()
 
-        class Deep:
-            location, settings, fingerprint, passages = index.location, {}, "x", index.passages
-
-            def search(self, queries, k, excluded):
-                asked.append((k, excluded))
-                return index.search(queries, k, excluded)
-
-        excluded = self.titles(index, 20)
-        hits = Retrieval(k=30, excluded=excluded, exclusion="after").search(Deep(), [tiny.text(20)])
-        assert asked == [(120, frozenset())]
-        kept = hits.rows[0][hits.rows[0] >= 0]
-        assert (kept >= 20).all()
-        assert len(kept) < 30
-        assert (hits.rows[0][len(kept) :] == -1).all()
-        assert (hits.scores[0][len(kept) :] == 0).all()
-        assert (np.diff(hits.scores[0][: len(kept)]) <= 0).all()
-        Retrieval(k=16, excluded=excluded, exclusion="after").search(Deep(), ["ba"])
-        assert asked[-1] == (100, frozenset())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [({"k": 0}, "k must be at least 1"), ({"query_length": 0}, "query length must be at least 1"),
-     ({"stride": 64, "window": 64}, "must be smaller than the window")],
-)  # fmt: skip
-def test_sizes(values, message):
-    with pytest.raises(UsageError, match=message):
-        Retrieval(**values)
+    def test_the_preset_decides(self, tmp_path, large, text, tokenizer):
+        options = {"excluded": frozenset(["Out"]), "queries": QuerySettings(k=60)}
+        ours = run(tmp_path / "a", large, text, tokenizer, **options)
+        theirs = run(tmp_path / "b", large, text, tokenizer, strides=StrideSettings(64, 4, preset="ai21"), **options)
+        assert (ours.settings["exclusion"], theirs.settings["exclusion"]) == ("inside", "after")
+        large_enough = (ours.rows[1:] >= 0).sum() >= (theirs.rows[1:] >= 0).sum()
+        assert large_enough
+        for j in range(1, len(ours.begins)):
+            kept = theirs.rows[j][theirs.rows[j] >= 0]
+            assert kept.tolist() == ours.rows[j][: len(kept)].tolist()
 
 
 class TestJson:
     def test_round_trip(self, tmp_path, index, text, tokenizer):
         table = run(tmp_path, index, text, tokenizer)
         path = str(tmp_path / "out.json")
-        write_json(path, table, index.passages, text, tokenizer)
+        export_json(path, table, index.passages, text, tokenizer)
         entries = json.loads((tmp_path / "out.json").read_text())
         assert list(entries[1]) == ["begin_location", "end_location", "future", "query", "retrieved_docs"]
         assert entries[1]["query"] == tokenizer.decode(tokenizer.encode(text.content)[54:64])
         assert entries[1]["future"] == tokenizer.decode(tokenizer.encode(text.content)[64:68])
-        again, passages = read_json(path)
+        again, passages = import_json(path)
         np.testing.assert_array_equal(again.begins, table.begins)
         np.testing.assert_array_equal(again.ends, table.ends)
         np.testing.assert_array_equal(again.rows >= 0, table.rows >= 0)
@@ -164,14 +168,14 @@ class TestJson:
             "retrieved_docs": [{"title": "T", "text": "x", "score": 2}, {"text": "y"}, {"title": "T", "text": "x"}],
         }
         (tmp_path / "r.json").write_text(json.dumps([entry]))
-        table, passages = read_json(str(tmp_path / "r.json"))
+        table, passages = import_json(str(tmp_path / "r.json"))
         assert table.rows.tolist() == [[0, 1, 0]]
         assert passages.contents([0, 1]) == ["T\nx", "y"]
 
     def test_no_passages_at_all(self, tmp_path):
         entry = {"begin_location": 0, "end_location": 4, "future": "", "query": "", "retrieved_docs": []}
         (tmp_path / "r.json").write_text(json.dumps([entry]))
-        table, passages = read_json(str(tmp_path / "r.json"))
+        table, passages = import_json(str(tmp_path / "r.json"))
         assert table.rows.tolist() == [[-1]]
         assert len(passages) == 0
 
@@ -179,40 +183,56 @@ class TestJson:
         ("content", "message"),
         [("{", "not JSON"), ("{}", "expected a list"), ("[]", "expected a list"),
          ('[{"begin_location": 0, "end_location": 4}]', "entry 0 .*retrieved_docs"),
-         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"score": 1}]}]', "entry 0 .*text"),
+         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"score": 1}]}]', "field 'text' is missing"),
+         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": 5.5}]}]', "field 'text' is float"),
+         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": ["a"]}]}]', "field 'text' is list"),
+         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": null, "title": "T"}]}]', "missing"),
+         ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": "\\ud800"}]}]', "lone surrogate"),
+         ("[" * 100_000, "not JSON"),
          ("[5]", "entry 0")],
     )  # fmt: skip
     def test_refusals(self, tmp_path, content, message):
         (tmp_path / "r.json").write_text(content)
         with pytest.raises(RalmError, match=message):
-            read_json(str(tmp_path / "r.json"))
+            import_json(str(tmp_path / "r.json"))
 
     def test_cannot_be_written(self, tmp_path, index, text, tokenizer):
         table = run(tmp_path, index, text, tokenizer)
         with pytest.raises(RalmError, match="cannot be written"):
-            write_json("/dev/full", table, index.passages, text, tokenizer)
+            export_json("/dev/full", table, index.passages, text, tokenizer)
 
 
 class TestMatching:
     def test_other_strides_are_refused(self, tmp_path, index, text, tokenizer):
         table = run(tmp_path, index, text, tokenizer)
-        table.check_schedule(make_schedule(300, 64, 4), "x")
-        table.check_schedule(make_schedule(300, 64, 4, limit=7), "x")
+        table.check_schedule(make_schedule(300, STRIDES), "x")
+        table.check_schedule(make_schedule(300, StrideSettings(64, 4, 7)), "x")
         with pytest.raises(RalmError, match="stride 1 is tokens 64 to 68 here, but 64 to 72 by window 64 and stride 8"):
-            table.check_schedule(make_schedule(300, 64, 8), "window 64 and stride 8")
+            table.check_schedule(make_schedule(300, StrideSettings(64, 8)), "window 64 and stride 8")
 
     def test_too_few_strides(self, tmp_path, index, text, tokenizer):
-        table = run(tmp_path, index, text, tokenizer, limit_strides=9)
+        table = run(tmp_path, index, text, tokenizer, strides=StrideSettings(64, 4, 9))
         with pytest.raises(RalmError, match="has 9 strides, the text has 60"):
-            table.check_schedule(make_schedule(300, 64, 4), "x")
+            table.check_schedule(make_schedule(300, STRIDES), "x")
 
     def test_another_text_or_tokenizer(self, tmp_path, index, text, tokenizer):
-        table = run(tmp_path, index, text, tokenizer)
-        check_retrieved(table, tokenizer, text)
+        table, tokens = run(tmp_path, index, text, tokenizer), tokenizer.encode(text.content)
+        table.check_text(text, tokens, tokenizer)
         with pytest.raises(RalmError, match=r"retrieved with the text of text\.txt, not of other\.txt"):
-            check_retrieved(table, tokenizer, Text("other", "other.txt"))
-        with pytest.raises(RalmError, match="retrieved with the tokenizer of tiny, not of bos"):
-            check_retrieved(table, plain(tiny.tokenizer(bos=True), (1,), (2,), "bos"), text)
+            table.check_text(Text("other", "other.txt"), tokens, tokenizer)
+        with pytest.raises(RalmError, match="retrieved with the tokenizer of tiny, not of tiny"):
+            table.check_text(text, tokens, tiny.tokenizer(bos=True))
+
+    def test_the_papers_json_of_another_text(self, tmp_path, index, text, tokenizer):
+        table = run(tmp_path, index, text, tokenizer)
+        export_json(str(tmp_path / "r.json"), table, index.passages, text, tokenizer)
+        table, _ = import_json(str(tmp_path / "r.json"))
+        table.check_text(text, tokenizer.encode(text.content), tokenizer)
+        other = Text(tiny.text(300, seed=5), "other.txt")
+        with pytest.raises(RalmError, match=r"stride 0 is '.*', which other\.txt does not have there"):
+            table.check_text(other, tokenizer.encode(other.content), tokenizer)
+        again, _ = import_json(str(tmp_path / "r.json"))
+        assert again.settings == table.settings != {}
 
     def test_the_index_is_found_moved_or_refused(self, tmp_path, index, text, tokenizer, corpus_file):
         run(tmp_path, index, text, tokenizer)
@@ -226,3 +246,21 @@ class TestMatching:
         build_index(read_corpus(str(corpus_file)), str(tmp_path / "other"), progress=False)
         with pytest.raises(RalmError, match="not the index that"):
             open_retrieved(where, str(tmp_path / "other"))
+
+
+class TestOverlap:
+    TEXT = "One two three, four five six seven eight."
+
+    def test_the_share_of_words_in_shared_runs(self):
+        assert overlap(self.TEXT, ["zero ONE two three four nine"], run=3) == 4 / 8
+        assert overlap(self.TEXT, ["one two", "two three four", "six seven eight"], run=3) == 6 / 8
+        assert overlap(self.TEXT, [self.TEXT], run=8) == 1
+        assert overlap(self.TEXT, [self.TEXT], run=9) == 0
+
+    def test_nothing_shared_and_nothing_there(self):
+        assert overlap(self.TEXT, ["eight seven six five"], run=3) == 0
+        assert overlap(self.TEXT, [], run=3) == 0
+        assert overlap("", [self.TEXT]) == 0
+
+    def test_text_without_spaces(self):
+        assert overlap("日本語の文章はここにある", ["これは日本語の文章です"], run=5) == 6 / 12

@@ -1,30 +1,30 @@
 """Scoring against full logits, and what must never change a number: batches, buckets, devices, a kill."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eval.lm import score
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.reader import random_reader
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import PassageTokens, Scorer, chunk_strides, label_log_probs
+from ralm_jax.settings import StrideSettings, WindowSettings
 from ralm_jax.sharding import make_mesh
 from ralm_jax.text import Text
-from ralm_jax.tokenizer import plain
-from ralm_jax.windows import Protocol, make_schedule
+from ralm_jax.windows import make_schedule
 from retrieval.corpus import Passage, Passages
 from retrieval.table import RetrievalTable
 from tests import tiny
 
-PROTOCOL = Protocol(window=64, stride=4, past=8, passage_tokens=20)
+STRIDES = StrideSettings(window=64, stride=4)
+WINDOWS = WindowSettings(past=8, passage_tokens=20)
 K = 3
 
 
@@ -35,17 +35,17 @@ def reader(request):
 
 @pytest.fixture(scope="module")
 def bare():
-    return plain(tiny.tokenizer(), (), (), "tiny")
+    return tiny.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def with_bos():
-    return plain(tiny.tokenizer(bos=True), (1,), (2,), "tiny")
+    return tiny.tokenizer(bos=True)
 
 
-def retrieved(tokens, protocol, k=K, seed=0):
+def retrieved(tokens, strides=STRIDES, k=K, seed=0):
     """A table with gaps: some strides have fewer passages than k, or none."""
-    schedule = make_schedule(tokens, protocol.window, protocol.stride)
+    schedule = make_schedule(tokens, strides)
     passages = Passages.of([Passage(row["id"], row["title"], row["text"]) for row in tiny.passages(30)])
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 30, (len(schedule), k))
@@ -54,18 +54,18 @@ def retrieved(tokens, protocol, k=K, seed=0):
     return RetrievalTable(schedule.targets, schedule.ends, rows, rows * 0.0, {}, {}, "table"), passages
 
 
-def run(tmp_path, reader, tokenizer, protocol=PROTOCOL, tokens=131, name="scores", **options):
-    options.setdefault("retrieved", retrieved(tokens, protocol))
+def run(tmp_path, reader, tokenizer, *, strides=STRIDES, windows=WINDOWS, tokens=131, name="scores", **options):
+    options.setdefault("retrieved", retrieved(tokens, replace(strides, limit_strides=None)))
     options.setdefault("k", K)
     text = Text(tiny.text(tokens), "text.txt")
-    return score(text, reader, tokenizer, protocol, str(tmp_path / name), **options)
+    return score(text, reader, tokenizer, str(tmp_path / name), strides=strides, windows=windows, **options)
 
 
-def brute_force(reader, tokenizer, protocol, tokens, table, passages):
+def brute_force(reader, tokenizer, windows, tokens, table, passages):
     """Log-probabilities by the protocol, one unpadded window at a time, from all logits."""
     ids = tokenizer.encode(tiny.text(tokens)).tolist()
-    schedule = make_schedule(tokens, protocol.window, protocol.stride)
-    bos = list(tokenizer.prefix) if protocol.bos == "every-window" else []
+    schedule = make_schedule(tokens, STRIDES)
+    bos = list(tokenizer.prefix) if windows.bos == "every-window" else []
 
     def log_probs(context, labels):
         logits = np.asarray(reader.logits(np.array([context], np.int32)))[0].astype(np.float64)
@@ -83,12 +83,12 @@ def brute_force(reader, tokenizer, protocol, tokens, table, passages):
                 if row < 0:
                     continue
                 passage = tokenizer.encode(passages.contents([row])[0]).tolist()
-                if protocol.bos == "passage":
-                    limit = protocol.passage_tokens - len(tokenizer.prefix) - len(tokenizer.suffix)
+                if windows.bos == "passage":
+                    limit = windows.passage_tokens - len(tokenizer.prefix) - len(tokenizer.suffix)
                     passage = [*tokenizer.prefix, *passage[:limit], *tokenizer.suffix]
-                passage = passage[: protocol.passage_tokens]
+                passage = passage[: windows.passage_tokens]
                 window[: len(passage)] = passage
-            labels = ids[target - protocol.past : end]
+            labels = ids[target - windows.past : end]
             rest[j - 1, i] = log_probs(bos + window[:-1], labels)
     return first, rest
 
@@ -97,10 +97,10 @@ def brute_force(reader, tokenizer, protocol, tokens, table, passages):
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_against_full_logits(tmp_path, reader, bare, with_bos, bos, adds_bos):
     tokenizer = with_bos if adds_bos else bare
-    protocol = replace(PROTOCOL, bos=bos)
-    table, passages = retrieved(131, protocol)
-    scores = run(tmp_path, reader, tokenizer, protocol, retrieved=(table, passages), progress=False)
-    first, rest = brute_force(reader, tokenizer, protocol, 131, table, passages)
+    windows = replace(WINDOWS, bos=bos)
+    table, passages = retrieved(131)
+    scores = run(tmp_path, reader, tokenizer, windows=windows, retrieved=(table, passages), progress=False)
+    first, rest = brute_force(reader, tokenizer, windows, 131, table, passages)
     np.testing.assert_allclose(scores.first_window, first, atol=1e-5)
     for j in range(len(scores.target)):
         for i in range(1 + K):
@@ -124,13 +124,27 @@ def test_batch_size_changes_nothing(tmp_path, reader, bare, batch_size):
 def test_all_devices_give_what_one_gives(tmp_path, bare):
     alone = run(tmp_path, tiny.reader(tiny.LLAMA), bare, name="one")
     for data, fsdp, tensor in ((8, 1, 1), (2, 2, 2)):
-        mesh = make_mesh(data, fsdp, tensor)
-        spread = random_reader(tiny.LLAMA, mesh=mesh)
-        state = jax.device_put(tiny.reader(tiny.LLAMA).state, jax.tree.map(lambda x: x.sharding, spread.state))
-        scorer = Scorer(replace(spread, state=state), 64, 5)
-        assert scorer.batch_size % (data * fsdp) == 0
-        scores = run(tmp_path, replace(spread, state=state), bare, name=f"{data}{fsdp}{tensor}", batch_size=5)
+        spread = tiny.on(tiny.reader(tiny.LLAMA), make_mesh(data, fsdp, tensor))
+        assert Scorer(spread, 64, 12, 5).batch_size % (data * fsdp) == 0
+        scores = run(tmp_path, spread, bare, name=f"{data}{fsdp}{tensor}", batch_size=5)
         np.testing.assert_allclose(scores.target, alone.target, atol=1e-5)
+
+
+def test_bfloat16_is_close_and_stored_in_float32(tmp_path, bare):
+    reader = tiny.reader(tiny.LLAMA)
+    half = replace(reader, state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), reader.state), dtype="bfloat16")
+    exact, close = run(tmp_path, reader, bare, name="a"), run(tmp_path, half, bare, name="b")
+    assert close.target.dtype == np.float32
+    np.testing.assert_allclose(close.target, exact.target, atol=0.1)
+    assert not np.array_equal(close.target, exact.target, equal_nan=True)
+    assert close.settings["dtype"] == "bfloat16"
+
+
+def test_a_batch_is_as_large_as_memory_allows(monkeypatch, reader):
+    taken = Scorer(reader, 64, 12, 16).temporary_bytes(64, 12)
+    for free, expected in ((None, 64), (10 * taken, 64), (1.5 * taken, 16), (1, 1)):
+        monkeypatch.setattr("ralm_jax.scoring.free_bytes", lambda free=free: free)
+        assert Scorer(reader, 64, 12).batch_size == expected
 
 
 def test_one_compilation_a_shape(tmp_path, reader, bare):
@@ -142,30 +156,22 @@ def test_one_compilation_a_shape(tmp_path, reader, bare):
     assert label_log_probs._cache_size() == 2
 
 
-def test_logits_are_formed_a_few_rows_at_a_time(reader):
-    """No array of the vocabulary's width has more rows than asked for, and none has all positions."""
-    scorer = Scorer(reader, 64, 2)
-    ids = np.zeros((2, 64), np.int32)
-    jaxpr = jax.make_jaxpr(label_log_probs, static_argnums=(0, 5))(
-        reader.graphdef, reader.state, ids, ids[:, :40], ids[:, :40], 16
-    )
-    wide = []
+def test_logits_are_formed_a_few_rows_at_a_time():
+    """What the head takes grows with the rows at once, not with the window or the labels; the numbers stay."""
+    reader = tiny.reader(replace(tiny.GPT2, vocab_size=50_000))
+    rng = np.random.default_rng(0)
+    ids, labels = (rng.integers(0, 50_000, (2, n)).astype(np.int32) for n in (64, 40))
+    positions = np.broadcast_to(np.arange(20, 60, dtype=np.int32), (2, 40))
 
-    def visit(inner):
-        for equation in inner.eqns:
-            wide.extend(v.aval.shape for v in equation.outvars if reader.config.vocab_size in v.aval.shape[1:])
-            for value in equation.params.values():
-                for nested in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-                    if hasattr(nested, "jaxpr"):
-                        visit(nested.jaxpr)
-                    elif hasattr(nested, "eqns"):
-                        visit(nested)
+    def step(rows):
+        return label_log_probs.lower(reader.graphdef, reader.state, ids, positions, labels, rows).compile()
 
-    visit(jaxpr.jaxpr)
-    logits = [shape for shape in wide if len(shape) == 3]
-    assert logits
-    assert max(shape[1] for shape in logits) == 16
-    assert scorer._rows(2) >= 16
+    few, all_of_them = step(7), step(40)
+    arrays = (reader.state, ids, positions, labels)
+    np.testing.assert_allclose(few(*arrays), all_of_them(*arrays), atol=1e-5)
+    logits = 4 * 2 * 50_000  # bytes a row
+    assert few.memory_analysis().temp_size_in_bytes < 3 * 7 * logits
+    assert all_of_them.memory_analysis().temp_size_in_bytes >= 40 * logits
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 63, 64, 65])
@@ -184,7 +190,7 @@ def test_texts_with_nothing_to_score(tmp_path, reader, bare, tokens):
 
 def test_limit_strides(tmp_path, reader, bare):
     whole = run(tmp_path, reader, bare, name="whole")
-    some = run(tmp_path, reader, bare, name="some", limit_strides=4)
+    some = run(tmp_path, reader, bare, name="some", strides=replace(STRIDES, limit_strides=4))
     np.testing.assert_allclose(some.target, whole.target[:3], atol=1e-5)
     assert some.about["tokens"] == 64 + 3 * 4
     assert some.about["words"] == tiny.text(64 + 3 * 4).count(" ")
@@ -198,10 +204,10 @@ def test_a_tokenizer_of_another_reader(tmp_path, bare):
 
 
 def test_a_window_longer_than_the_reader(tmp_path, bare, caplog):
-    protocol = replace(PROTOCOL, window=300)
+    strides = StrideSettings(window=300)
     with pytest.raises(UsageError, match="longer than the 256 positions of random; use --window 256"):
-        run(tmp_path, tiny.reader(tiny.GPT2), bare, protocol, tokens=310, retrieved=None)
-    run(tmp_path, tiny.reader(tiny.LLAMA), bare, protocol, tokens=310, retrieved=None)
+        run(tmp_path, tiny.reader(tiny.GPT2), bare, strides=strides, tokens=310, retrieved=None)
+    run(tmp_path, tiny.reader(tiny.LLAMA), bare, strides=strides, tokens=310, retrieved=None)
     assert "expect worse predictions" in caplog.text
 
 
@@ -212,26 +218,58 @@ def test_a_reader_that_gives_nan(tmp_path, bare):
         run(tmp_path, broken, bare)
 
 
-def test_passages_are_cut_and_counted(bare, with_bos):
+def test_a_passage_with_a_token_that_the_reader_does_not_have(tmp_path, bare):
+    small = tiny.reader(replace(tiny.GPT2, vocab_size=90))
+    text = Text(" ".join(tiny.WORDS[:20] * 5), "text.txt")
+    passages = Passages.of([Passage("0", "", tiny.WORDS[-1])])
+    schedule = make_schedule(len(bare.encode(text.content)), STRIDES)
+    rows = np.zeros((len(schedule), 1), np.int64)
+    table = RetrievalTable(schedule.targets, schedule.ends, rows, rows * 0.0, {}, {}, "table")
+    with pytest.raises(RalmError, match=r"a window has token 10\d, the reader random knows 90"):
+        score(text, small, bare, str(tmp_path / "s"), strides=STRIDES, windows=WINDOWS, retrieved=(table, passages))
+
+
+def test_passages_are_cut_and_counted(with_bos):
     long = " ".join(tiny.WORDS)
-    encode = PassageTokens(lambda rows: [long] * len(rows), with_bos, replace(PROTOCOL, bos="passage"))
+    encode = PassageTokens(lambda rows: [long] * len(rows), with_bos, 20, specials=True)
     first, none = encode(np.array([3, -1]))
     assert first[0] == 1
     assert first[-1] == 2
     assert (len(first), len(none)) == (20, 0)
     assert encode.truncated == {3}
-    bare_tokens = PassageTokens(lambda rows: [long] * len(rows), with_bos, PROTOCOL)(np.array([0]))[0]
-    assert len(bare_tokens) == 20
-    assert not {1, 2} & set(bare_tokens.tolist())
+    plain = PassageTokens(lambda rows: [long] * len(rows), with_bos, 20, specials=False)(np.array([0]))[0]
+    assert len(plain) == 20
+    assert not {1, 2} & set(plain.tolist())
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_special_tokens_do_not_outgrow_a_passage(with_bos, limit):
+    with pytest.raises(UsageError, match=f"passages of {limit} tokens have no room"):
+        PassageTokens(lambda rows: [], with_bos, limit, specials=True)
 
 
 def test_a_passage_that_would_fill_the_window_leaves_target_and_past(tmp_path, reader, bare, caplog):
-    protocol = Protocol(window=20, stride=4, past=8, passage_tokens=256)
-    table, _ = retrieved(60, protocol)
+    strides, windows = StrideSettings(window=20), WindowSettings(past=8)
+    table, _ = retrieved(60, strides)
     passages = Passages.of([Passage(str(i), "", " ".join(tiny.WORDS)) for i in range(30)])
-    scores = run(tmp_path, reader, bare, protocol, tokens=60, retrieved=(table, passages))
+    scores = run(tmp_path, reader, bare, strides=strides, windows=windows, tokens=60, retrieved=(table, passages))
     assert scores.about["passages_truncated"] == scores.about["passages"]
     assert "passages were cut to 8 tokens" in caplog.text
+
+
+def test_fewer_passages_than_asked_for_are_told(tmp_path, reader, bare, caplog):
+    assert run(tmp_path, reader, bare, k=9).settings["k"] == K
+    assert "table has 3 passages a stride; scoring these, not 9" in caplog.text
+
+
+def test_where_each_token_ends_is_kept(tmp_path, reader, bare):
+    scores = run(tmp_path, reader, bare, strides=replace(STRIDES, limit_strides=3))
+    text = tiny.text(131)
+    assert len(scores.token_ends) == 64 + 2 * 4
+    starts = [0, *scores.token_ends[:-1]]
+    assert [text[a:b] for a, b in zip(starts, scores.token_ends, strict=True)] == [
+        bare.decode([i]) for i in bare.encode(text)[: len(starts)]
+    ]
 
 
 def test_chunks_are_whole_batches_where_they_can():
@@ -241,28 +279,49 @@ def test_chunks_are_whole_batches_where_they_can():
 
 
 class TestResume:
-    def test_refused_with_other_settings(self, tmp_path, reader, bare):
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"strides": replace(STRIDES, stride=8)}, "stride: 4 there, 8 now"),
+            ({"windows": replace(WINDOWS, past=4)}, "past: 8 there, 4 now"),
+            ({"windows": replace(WINDOWS, passage_tokens=9)}, "passage_tokens: 20 there, 9 now"),
+            ({"windows": replace(WINDOWS, bos="passage")}, "bos: 'every-window' there, 'passage' now"),
+            ({"tokens": 102}, "text_sha256: "),
+        ],
+    )
+    def test_refused_with_other_settings(self, tmp_path, reader, bare, options, message):
         run(tmp_path, reader, bare, tokens=100, retrieved=None)
-        for protocol, name in ((replace(PROTOCOL, stride=8), "stride"), (replace(PROTOCOL, past=4), "past")):
-            with pytest.raises(RalmError, match=f"cannot be resumed.*{name}: "):
-                run(tmp_path, reader, bare, protocol, tokens=100, retrieved=None, resume=True)
+        with pytest.raises(RalmError, match=f"cannot be resumed: .*{message}"):
+            run(tmp_path, reader, bare, retrieved=None, if_exists="resume", **({"tokens": 100} | options))
 
     def test_refused_with_other_weights(self, tmp_path, reader, bare):
         run(tmp_path, reader, bare, tokens=100, retrieved=None)
-        with pytest.raises(RalmError, match="weights: 'random 0' there, 'other' now"):
-            run(tmp_path, replace(reader, fingerprint="other"), bare, tokens=100, retrieved=None, resume=True)
+        with pytest.raises(RalmError, match="weights_sha256: 'random 0' there, 'other' now"):
+            run(tmp_path, replace(reader, fingerprint="other"), bare, tokens=100, retrieved=None, if_exists="resume")
 
     def test_refused_with_other_passages(self, tmp_path, reader, bare):
         run(tmp_path, reader, bare)
-        with pytest.raises(RalmError, match="cannot be resumed: rows: "):
-            run(tmp_path, reader, bare, retrieved=retrieved(131, PROTOCOL, seed=1), resume=True)
+        with pytest.raises(RalmError, match="cannot be resumed: rows_sha256: "):
+            run(tmp_path, reader, bare, retrieved=retrieved(131, seed=1), if_exists="resume")
+
+    def test_refused_with_the_same_rows_of_another_file(self, tmp_path, reader, bare):
+        table, passages = retrieved(131)
+        run(tmp_path, reader, bare, retrieved=(replace(table, settings={"json": "a"}), passages))
+        other = replace(table, settings={"json": "b"})
+        with pytest.raises(RalmError, match="cannot be resumed: retrieval: "):
+            run(tmp_path, reader, bare, retrieved=(other, passages), if_exists="resume")
 
     def test_a_finished_table_is_left_as_it_is(self, tmp_path, reader, bare, monkeypatch):
         first = run(tmp_path, reader, bare)
         monkeypatch.setattr(Scorer, "dispatch", lambda *_: pytest.fail("scored again"))
-        again = run(tmp_path, reader, bare, resume=True)
+        again = run(tmp_path, reader, bare, if_exists="resume")
         np.testing.assert_array_equal(first.target, again.target)
         assert first.about == again.about
+
+    def test_a_limit_that_is_the_whole_text_is_no_other_setting(self, tmp_path, reader, bare):
+        first = run(tmp_path, reader, bare)
+        strides = replace(STRIDES, limit_strides=1 + len(first.target))
+        run(tmp_path, reader, bare, strides=strides, if_exists="resume")
 
     def test_another_batch_size_goes_on(self, tmp_path, reader, bare, monkeypatch):
         whole = run(tmp_path, reader, bare, name="whole", batch_size=2)
@@ -270,7 +329,7 @@ class TestResume:
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, reader, bare, batch_size=2)
         monkeypatch.undo()
-        again = run(tmp_path, reader, bare, batch_size=5, resume=True)
+        again = run(tmp_path, reader, bare, batch_size=5, if_exists="resume")
         np.testing.assert_allclose(whole.target, again.target, atol=1e-5)
 
     def test_ctrl_c_loses_no_finished_chunk(self, tmp_path, reader, bare, monkeypatch):
@@ -282,7 +341,7 @@ class TestResume:
             open_scores(str(tmp_path / "scores"))
         monkeypatch.undo()
         count = self.count(monkeypatch)
-        again = run(tmp_path, reader, bare, batch_size=2, resume=True)
+        again = run(tmp_path, reader, bare, batch_size=2, if_exists="resume")
         assert 0 < len(count) < 30
         np.testing.assert_array_equal(whole.target, again.target)
         np.testing.assert_array_equal(whole.past, again.past)
@@ -311,15 +370,16 @@ def test_killed_and_resumed_is_the_identical_table(tmp_path, tiny_model):
     command = [sys.executable, "-m", "ralm_jax", "score", "--model", str(tiny_model), "--text", str(text),
                "--window", "64", "--stride", "2", "--past", "8", "--batch-size", "8"]  # fmt: skip
     environment = {**os.environ, "XLA_FLAGS": ""}
-    killed = subprocess.Popen([*command, "--out", str(tmp_path / "killed")], env=environment)
     chunks = tmp_path / "killed" / "log_probs" / "c"
     deadline = time.monotonic() + 120
-    while len(list(chunks.glob("*/0/0"))) < 3:
-        assert killed.poll() is None, "finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    with subprocess.Popen([*command, "--out", str(tmp_path / "killed")], env=environment) as killed:
+        try:
+            while len(list(chunks.glob("*/0/0"))) < 3:
+                assert killed.poll() is None, "finished before it could be killed"
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+        finally:
+            killed.kill()
     with pytest.raises(RalmError, match="not complete"):
         open_scores(str(tmp_path / "killed"))
     subprocess.run([*command, "--out", str(tmp_path / "killed"), "--resume"], env=environment, check=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 import sentencepiece
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.sources import open_gguf
 from ralm_jax.tokenizer import load_tokenizer
 from tests import tiny
 
@@ -18,7 +18,7 @@ TEXT = "Ünïcode, digits 2024 and 日本 \U0001f600\n\n  two  spaces <unk> 's"
 
 def save(folder, *, bos=False, **config):
     folder.mkdir(exist_ok=True)
-    tiny.tokenizer(bos=bos).save(str(folder / "tokenizer.json"))
+    tiny.backend(bos=bos).save(str(folder / "tokenizer.json"))
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
@@ -47,23 +47,30 @@ class TestSpecialTokens:
         assert (tokenizer.prefix, tokenizer.suffix) == ((1,), (2,))
 
     def test_it_does_not_matter_which_token_shows_it(self, tmp_path):
-        """The library lists a vocabulary in random order, the special tokens among the rest."""
-        from tokenizers import Tokenizer
+        """The first token of a vocabulary is often one of those added; files may ask for padding and truncation too."""
+        from tokenizers import Tokenizer, models, processors
 
-        from ralm_jax.tokenizer import template_specials
+        backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+        backend.add_special_tokens(["<s>", "</s>"])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+        backend.enable_padding(length=10)
+        backend.enable_truncation(5)
+        backend.save(str(tmp_path / "tokenizer.json"))
+        for _ in range(20):  # the library lists a vocabulary in random order
+            tokenizer = load_tokenizer(str(tmp_path))
+            assert (tokenizer.prefix, tokenizer.suffix) == ((0,), (1,))
 
-        folder = save(tmp_path / "t", bos=True)
-        backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
-        names = backend.get_vocab(with_added_tokens=False)
-        for first in ("<s>", "</s>", "<unk>", " ", "ba"):
+    def test_null_is_not_a_statement(self, tmp_path):
+        tokenizer = load_tokenizer(save(tmp_path / "t", bos=True, add_bos_token=None, add_eos_token=None))
+        assert (tokenizer.prefix, tokenizer.suffix) == ((1,), (2,))
 
-            class Shuffled:
-                num_special_tokens_to_add, encode = backend.num_special_tokens_to_add, backend.encode
-
-                def get_vocab(self, *, with_added_tokens, first=first):
-                    return {first: -1} | {name: i for name, i in names.items() if name != first}
-
-            assert template_specials(Shuffled()) == ((1,), (2,))
+    def test_more_than_one_token_in_front_is_no_bos(self, tmp_path):
+        tokenizer = load_tokenizer(save(tmp_path / "t", bos=True))
+        assert tokenizer.bos == 1
+        with pytest.raises(RalmError, match="puts 2 tokens in front of a text"):
+            _ = replace(tokenizer, prefix=(1, 2)).bos
 
     def test_template_and_flag_do_not_double_bos(self, tmp_path):
         tokenizer = load_tokenizer(save(tmp_path / "t", bos=True, add_bos_token=True, bos_token="<s>"))
@@ -96,11 +103,22 @@ class TestFiles:
         assert ids[-1] == tokenizer.backend.token_to_id("<|endoftext|>")
 
     def test_a_files_truncation_and_padding_are_switched_off(self, tmp_path):
-        backend = tiny.tokenizer()
+        backend = tiny.backend()
         backend.enable_truncation(4)
         backend.enable_padding(length=10)
         backend.save(str(tmp_path / "tokenizer.json"))
         assert len(load_tokenizer(str(tmp_path)).encode("ba be bi bo bu")) == 9
+
+    def test_naming_the_file_names_the_folder(self, tmp_path):
+        folder = save(tmp_path / "t", bos=True)
+        assert load_tokenizer(f"{folder}/tokenizer.json").fingerprint == load_tokenizer(folder).fingerprint
+
+    @pytest.mark.parametrize("content", ["[1]", "{", '"x"'])
+    def test_a_damaged_tokenizer_config(self, tmp_path, content):
+        save(tmp_path / "t")
+        (tmp_path / "t" / "tokenizer_config.json").write_text(content)
+        with pytest.raises(RalmError, match=r"tokenizer_config\.json: (not JSON|expected a JSON object)"):
+            load_tokenizer(str(tmp_path / "t"))
 
     def test_offsets_are_characters(self, tmp_path):
         tokenizer = load_tokenizer(byte_level_files(tmp_path / "t"))
@@ -131,19 +149,28 @@ class TestFiles:
         assert load_tokenizer(made[0]).fingerprint == load_tokenizer(save(tmp_path / "d")).fingerprint
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A SentencePiece BPE model with byte fallback, trained here as LLaMA's is."""
-    folder = tmp_path_factory.mktemp("sp")
+def train(folder, **options):
+    """Trains a small SentencePiece model: by default one of LLaMA's kind, BPE with byte fallback."""
     sentences = [" ".join(row["text"].split()) + " 1234 the cat sat on the mat" for row in tiny.passages(200)]
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=out, vocab_size=400, model_type="bpe", byte_fallback=True,
-        character_coverage=0.99, split_digits=True, add_dummy_prefix=True, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", minloglevel=2,
+        sentence_iterator=iter(sentences),
+        model_writer=out,
+        minloglevel=2,
+        **{
+            "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "character_coverage": 0.99,
+            "split_digits": True, "add_dummy_prefix": True, "remove_extra_whitespaces": False,
+            "normalization_rule_name": "identity",
+        }
+        | options,
     )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(out.getvalue())
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("sp"))
 
 
 SENTENCES = ["the cat sat", " leading", "two  spaces", "日本 \U0001f600", "ba 1234 bi\nnew", "matmat  the"]
@@ -156,6 +183,19 @@ class TestSentencePiece:
         for text in SENTENCES:
             assert tokenizer.encode(text).tolist() == processor.encode(text), text
             assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"model_type": "unigram", "vocab_size": 330},
+            {"add_dummy_prefix": False},
+            {"remove_extra_whitespaces": True},
+            {"normalization_rule_name": "nmt_nfkc"},
+        ],
+    )
+    def test_models_of_another_kind_are_refused(self, tmp_path, options):
+        with pytest.raises(RalmError, match="not a BPE model of LLaMA's kind"):
+            load_tokenizer(str(train(tmp_path, **options)))
 
     def test_bos_by_default(self, trained):
         assert load_tokenizer(str(trained)).prefix == (1,)
@@ -180,7 +220,6 @@ class TestSentencePiece:
 
 
 def gguf_tokenizer_file(path, model, pieces, kinds, *, scores=None, pre=None, merges=None):
-    open_gguf.cache_clear()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(pieces)

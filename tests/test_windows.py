@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ralm_jax.errors import UsageError
-from ralm_jax.windows import Protocol, bucket_length, build_windows, make_schedule
+from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
+from ralm_jax.windows import bucket_length, build_windows, make_schedule
 
 BOS = 999
 
@@ -19,7 +20,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_schedule_is_the_released_codes_loop(case):
     length, window, stride = case
     expected, previous = [], 0
@@ -29,29 +30,30 @@ def test_schedule_is_the_released_codes_loop(case):
         previous = end
         if end == length:
             break
-    schedule = make_schedule(length, window, stride)
+    schedule = make_schedule(length, StrideSettings(window, stride))
     assert list(zip(schedule.starts, schedule.targets, schedule.ends, strict=True)) == expected
 
 
 @given(cases())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_token_but_the_first_is_scored_once(case):
-    schedule = make_schedule(*case)
-    scored = np.zeros(case[0], int)
+    length, window, stride = case
+    schedule = make_schedule(length, StrideSettings(window, stride))
+    scored = np.zeros(length, int)
     for j, (target, end) in enumerate(zip(schedule.targets, schedule.ends, strict=True)):
         scored[max(target, 1) if j == 0 else target : end] += 1
-    assert scored.tolist() == [0] + [1] * (case[0] - 1)
+    assert scored.tolist() == [0] + [1] * (length - 1)
 
 
 def test_limit():
-    whole, some = make_schedule(100, 20, 4), make_schedule(100, 20, 4, limit=3)
+    whole, some = (make_schedule(100, StrideSettings(20, 4, limit)) for limit in (None, 3))
     assert len(some) == 3
     np.testing.assert_array_equal(some.ends, whole.ends[:3])
-    assert len(make_schedule(100, 20, 4, limit=1000)) == len(whole)
+    assert len(make_schedule(100, StrideSettings(20, 4, 1000))) == len(whole)
 
 
 @given(cases(), st.booleans(), st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_windows_show_each_label_what_the_protocol_says(case, with_bos, data):
     """In front of a label: BOS if any, the passage over the window's first tokens, the rest of the prefix."""
     length, window, stride = case
@@ -59,7 +61,7 @@ def test_windows_show_each_label_what_the_protocol_says(case, with_bos, data):
     if window - stride - past < 1:
         return
     tokens = np.arange(100, 100 + length)
-    schedule = make_schedule(length, window, stride)
+    schedule = make_schedule(length, StrideSettings(window, stride))
     if len(schedule) < 2:
         return
     which = np.arange(1, len(schedule))
@@ -111,20 +113,38 @@ def test_a_token_that_looks_like_padding_is_scored():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("make", "message"),
     [
-        ({"window": 0}, "window must be at least 1"),
-        ({"stride": 0}, "stride must be at least 1"),
-        ({"stride": 64, "window": 64}, "would leave tokens unscored"),
-        ({"stride": 80, "window": 64}, "would leave tokens unscored"),
-        ({"past": -1}, "past must be at least 0"),
-        ({"passage_tokens": 0}, "passage tokens must be at least 1"),
-        ({"past": 60, "window": 64}, "has no room beside stride 4 and past 60"),
+        (lambda: StrideSettings(window=0), "window must be at least 1, not 0"),
+        (lambda: StrideSettings(stride=0), "stride must be at least 1, not 0"),
+        (lambda: StrideSettings(limit_strides=0), "limit strides must be at least 1, not 0"),
+        (lambda: StrideSettings(stride=64, window=64), "would leave tokens unscored"),
+        (lambda: StrideSettings(stride=80, window=64), "would leave tokens unscored"),
+        (lambda: QuerySettings(k=0), "k must be at least 1, not 0"),
+        (lambda: QuerySettings(query_length=-1), "query length must be at least 1, not -1"),
+        (lambda: WindowSettings(past=-1), "past must be at least 0, not -1"),
+        (lambda: WindowSettings(passage_tokens=0), "passage tokens must be at least 1, not 0"),
+        (
+            lambda: WindowSettings(past=60).passage_limit(StrideSettings(window=64)),
+            "a window of 64 has no room beside stride 4 and past 60",
+        ),
     ],
 )
-def test_sizes_that_do_not_fit(values, message):
+def test_sizes_that_do_not_fit(make, message):
     with pytest.raises(UsageError, match=message):
-        Protocol(**values)
+        make()
+
+
+def test_a_passage_leaves_target_and_past_in_the_window():
+    assert WindowSettings().passage_limit(StrideSettings()) == 256
+    assert WindowSettings().passage_limit(StrideSettings(window=256)) == 256 - 4 - 32
+
+
+def test_presets_decide_what_is_not_said():
+    assert [WindowSettings().bos_of(preset) for preset in ("default", "ai21")] == ["every-window", "passage"]
+    assert [QuerySettings().exclusion_of(preset) for preset in ("default", "ai21")] == ["inside", "after"]
+    assert WindowSettings(bos="every-window").bos_of("ai21") == "every-window"
+    assert QuerySettings(exclusion="inside").exclusion_of("ai21") == "inside"
 
 
 def test_buckets():

@@ -12,8 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ralm_jax.models.gpt2 import GPT2Config
 from ralm_jax.models.llama import LlamaConfig
-from ralm_jax.reader import Reader, random_reader
+from ralm_jax.reader import Reader, abstract_reader, random_reader
 from ralm_jax.sharding import make_mesh
+from ralm_jax.tokenizer import Tokenizer
 
 WORDS = [f"{first}{second}" for first in "bdfklmnprst" for second in ("a", "e", "i", "o", "u", "an", "er", "il", "os")]
 
@@ -37,18 +38,23 @@ READERS = {
 }
 
 
-def tokenizer(*, bos: bool = False) -> tokenizers.Tokenizer:
+def tokenizer(*, bos: bool = False) -> Tokenizer:
+    """The tokenizer of `backend`."""
+    return Tokenizer(backend(bos=bos), (1,) if bos else (), (2,) if bos else (), "tiny")
+
+
+def backend(*, bos: bool = False) -> tokenizers.Tokenizer:
     """One token a word of `WORDS`, a space or a newline; with `bos`, a template adds <s> and </s>."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", " ", "\n", *WORDS])}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r" |\n|[^ \n]+"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(["<s>", "</s>"])
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r" |\n|[^ \n]+"), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<s>", "</s>"])
     if bos:
-        backend.post_processor = processors.TemplateProcessing(
+        made.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
         )
-    return backend
+    return made
 
 
 def text(tokens: int, seed: int = 0) -> str:
@@ -78,7 +84,14 @@ def reader(config, seed: int = 0) -> Reader:
     return replace(made, state=jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape).astype(np.float32), made.state))
 
 
+def on(made: Reader, mesh) -> Reader:
+    """The same reader on another mesh."""
+    _, abstract = abstract_reader(made.family, made.config, mesh)
+    state = jax.device_put(made.state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    return replace(made, mesh=mesh, state=state)
+
+
 def save_model(folder: Path, config, *, bos: bool = False, seed: int = 0) -> Path:
     reader(config, seed).save(folder)
-    tokenizer(bos=bos).save(str(folder / "tokenizer.json"))
+    backend(bos=bos).save(str(folder / "tokenizer.json"))
     return folder

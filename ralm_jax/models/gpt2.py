@@ -5,13 +5,14 @@ from typing import Any, Self
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig
-from ralm_jax.layers import ACTIVATIONS, MLP, Attention, Embedding, LayerNorm, Linear
+from ralm_jax.keys import Family, Key
+from ralm_jax.layers import ACTIVATIONS, MLP, Attention, Embedding, LayerNorm
 from ralm_jax.rope import token_positions
-from ralm_jax.stack import Decoder, scan_layers, stacked
-from ralm_jax.weights import Family, Key
+from ralm_jax.stack import Decoder, scan_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,27 +23,24 @@ class GPT2Config(ReaderConfig):
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> Self:
-        hidden, heads = file.require("n_embd"), file.require("n_head")
+        hidden, heads = file.integer("n_embd"), file.integer("n_head")
         if hidden % heads:
-            raise file.refuse("n_head", heads, f"a divisor of n_embd = {hidden}")
-        if file.get("scale_attn_by_inverse_layer_idx", False):
-            raise file.refuse("scale_attn_by_inverse_layer_idx", True, "false")
-        activation = file.get("activation_function", "gelu_new")
-        if activation not in ACTIVATIONS:
-            raise file.refuse("activation_function", activation, ", ".join(ACTIVATIONS))
+            raise file.unsupported("n_head", heads, f"a divisor of n_embd = {hidden}")
+        if file.flag("scale_attn_by_inverse_layer_idx", False):
+            raise file.unsupported("scale_attn_by_inverse_layer_idx", True, "false")
         return cls(
-            vocab_size=file.require("vocab_size"),
+            vocab_size=file.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=file.require("n_layer"),
+            num_layers=file.integer("n_layer"),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=hidden // heads,
-            mlp_size=file.get("n_inner", 4 * hidden),
-            max_positions=file.require("n_positions"),
-            activation=activation,
-            norm_epsilon=file.require("layer_norm_epsilon"),
-            tie_word_embeddings=file.get("tie_word_embeddings", True),
-            scale_attention=file.get("scale_attn_weights", True),
+            mlp_size=file.integer("n_inner", 4 * hidden),
+            max_positions=file.integer("n_positions"),
+            activation=file.choice("activation_function", ACTIVATIONS, "gelu_new"),
+            norm_epsilon=file.number("layer_norm_epsilon"),
+            tie_word_embeddings=file.flag("tie_word_embeddings", True),
+            scale_attention=file.flag("scale_attn_weights", True),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -63,7 +61,7 @@ class GPT2Config(ReaderConfig):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs, dtype: DTypeLike):
         scale = config.head_dim**-0.5 if config.scale_attention else 1.0
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
         self.attention = Attention(config, bias=True, out_bias=True, scale=scale, rngs=rngs, dtype=dtype)
@@ -76,16 +74,10 @@ class Block(nnx.Module):
 
 
 class GPT2(Decoder):
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs, dtype: Any):
-        make = {"rngs": rngs, "dtype": dtype}
-        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=("vocab", "embed"), **make)
-        self.positions = Embedding(config.max_positions, config.hidden_size, axes=("position", "embed"), **make)
-        self.layers = stacked(lambda rngs: Block(config, rngs=rngs, dtype=dtype), config.num_layers, rngs)
-        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon, **make)
-        self.head = (
-            None
-            if config.tie_word_embeddings
-            else Linear({"embed": config.hidden_size}, {"vocab": config.vocab_size}, bias=False, **make)
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        super().__init__(config, Block, LayerNorm, rngs=rngs, dtype=dtype)
+        self.positions = Embedding(
+            config.max_positions, config.hidden_size, axes=("position", "embed"), rngs=rngs, dtype=dtype
         )
 
     def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:

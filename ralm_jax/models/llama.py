@@ -2,17 +2,20 @@
 grouped key/value heads; linear position interpolation where the configuration asks for it."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig
-from ralm_jax.layers import ACTIVATIONS, MLP, Attention, Embedding, Linear, RMSNorm
-from ralm_jax.rope import rotary_phases, token_positions
-from ralm_jax.stack import Decoder, scan_layers, stacked
-from ralm_jax.weights import Family, Key
+from ralm_jax.keys import Family, Key
+from ralm_jax.layers import ACTIVATIONS, MLP, Attention, RMSNorm
+from ralm_jax.rope import rotary_phases, rotate_half, token_positions
+from ralm_jax.stack import Decoder, scan_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,32 +30,30 @@ class LlamaConfig(ReaderConfig):
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> Self:
-        hidden, heads = file.require("hidden_size"), file.require("num_attention_heads")
-        kv_heads = file.get("num_key_value_heads", heads)
+        hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+        kv_heads = file.integer("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise file.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-        if hidden % heads and not file.get("head_dim", 0):
-            raise file.refuse("num_attention_heads", heads, f"a divisor of hidden_size = {hidden}")
-        activation = file.get("hidden_act", "silu")
-        if activation not in ACTIVATIONS:
-            raise file.refuse("hidden_act", activation, ", ".join(ACTIVATIONS))
+            raise file.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        head_dim = file.integer("head_dim", hidden // heads or 1)
+        if head_dim % 2:
+            raise file.unsupported("head_dim", head_dim, "an even number")
         theta, factor = rope_settings(file)
         return cls(
-            vocab_size=file.require("vocab_size"),
+            vocab_size=file.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=file.require("num_hidden_layers"),
+            num_layers=file.integer("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=file.get("head_dim", hidden // heads),
-            mlp_size=file.require("intermediate_size"),
-            max_positions=file.require("max_position_embeddings"),
-            activation=activation,
-            norm_epsilon=file.require("rms_norm_eps"),
-            tie_word_embeddings=file.get("tie_word_embeddings", False),
+            head_dim=head_dim,
+            mlp_size=file.integer("intermediate_size"),
+            max_positions=file.integer("max_position_embeddings"),
+            activation=file.choice("hidden_act", ACTIVATIONS, "silu"),
+            norm_epsilon=file.number("rms_norm_eps"),
+            tie_word_embeddings=file.flag("tie_word_embeddings", False),
             rope_theta=theta,
             rope_factor=factor,
-            attention_bias=file.get("attention_bias", False),
-            mlp_bias=file.get("mlp_bias", False),
+            attention_bias=file.flag("attention_bias", False),
+            mlp_bias=file.flag("mlp_bias", False),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -78,54 +79,46 @@ class LlamaConfig(ReaderConfig):
         }
 
 
+ROPE_TYPES = ("default", "linear")
+
+
 def rope_settings(file: ConfigFile) -> tuple[float, float]:
     """Base and interpolation factor: transformers 5 writes `rope_parameters`, older files `rope_theta` and
     `rope_scaling` (with `type` before `rope_type`).
 
     Raises:
-        RalmError: a scaling other than linear.
+        RalmError: a scaling other than linear, a linear one without factor, or a rotation of only some dimensions.
     """
-    settings = file.get("rope_parameters", file.get("rope_scaling", {}))
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise file.refuse("rope type", kind, "default, linear")
-    theta = settings.get("rope_theta", file.get("rope_theta", 10000.0))
-    if kind == "default":
-        return float(theta), 1.0
-    if "factor" not in settings:
-        raise file.refuse("linear rope scaling without factor", settings, "a factor")
-    return float(theta), float(settings["factor"])
+    settings = file.section("rope_parameters" if file.values.get("rope_parameters") else "rope_scaling")
+    kind = settings.choice("rope_type" if "rope_type" in settings.values else "type", ROPE_TYPES, "default")
+    for place in (file, settings):
+        if place.number("partial_rotary_factor", 1.0) != 1:
+            raise place.unsupported("partial_rotary_factor", place.values["partial_rotary_factor"], "1")
+    theta = settings.number("rope_theta", file.number("rope_theta", 10000.0))
+    return theta, settings.number("factor") if kind == "linear" else 1.0
 
 
 class Block(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         bias, scale = config.attention_bias, config.head_dim**-0.5
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
         self.attention = Attention(config, bias=bias, out_bias=bias, scale=scale, rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
         self.mlp = MLP(config, gated=True, bias=config.mlp_bias, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: jax.Array, valid: jax.Array | None, phases: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), valid, phases)
+    def __call__(self, x: jax.Array, valid: jax.Array | None, rotate: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), valid, rotate)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(Decoder):
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: Any):
-        make = {"rngs": rngs, "dtype": dtype}
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        super().__init__(config, Block, RMSNorm, rngs=rngs, dtype=dtype)
         self.head_dim, self.theta, self.factor = config.head_dim, config.rope_theta, config.rope_factor
-        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=("vocab", "embed"), **make)
-        self.layers = stacked(lambda rngs: Block(config, rngs=rngs, dtype=dtype), config.num_layers, rngs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, **make)
-        self.head = (
-            None
-            if config.tie_word_embeddings
-            else Linear({"embed": config.hidden_size}, {"vocab": config.vocab_size}, bias=False, **make)
-        )
 
     def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
         phases = rotary_phases(token_positions(valid, tokens.shape), self.head_dim, self.theta, self.factor)
-        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, phases))
+        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, partial(rotate_half, phases=phases)))
 
 
 # Linear stores (out, in). Hugging Face files hold query and key rows in rotate-half order already.

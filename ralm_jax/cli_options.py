@@ -1,0 +1,130 @@
+"""Options that several commands share, and what they turn into. As in `cli`, nothing heavy is imported here."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg, create_mutex_group
+
+from ralm_jax.errors import UsageError
+from ralm_jax.settings import IfExists, at_least
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ralm_jax.reader import Reader
+    from ralm_jax.tokenizer import Tokenizer
+    from retrieval.corpus import Passage
+
+ONE_OF_RERUN = create_mutex_group(required=False, title="output that is there")
+
+
+@dataclass(frozen=True)
+class RerunOptions:
+    resume: Annotated[bool, ONE_OF_RERUN] = False
+    """Go on where an earlier run stopped."""
+    overwrite: Annotated[bool, ONE_OF_RERUN] = False
+    """Replace what an earlier run left."""
+
+    @property
+    def if_exists(self) -> IfExists:
+        return "resume" if self.resume else "overwrite" if self.overwrite else "refuse"
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """How the corpus becomes passages."""
+
+    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "text"] = "auto"
+    """Format of the files; auto goes by their names and first rows."""
+    passage_words: int = 100
+    """Running text is cut into passages of so many words."""
+    split_rows: bool = False
+    """Cut the rows of jsonl and TSV files as well; they are passages as they are otherwise."""
+
+    def read(self, corpus: str) -> "Iterator[Passage]":
+        from retrieval.corpus import read_corpus
+
+        return read_corpus(corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows)
+
+    def describe(self, corpus: str) -> dict[str, Any]:
+        from retrieval.corpus import describe_corpus
+
+        return describe_corpus(corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows)
+
+
+@dataclass(frozen=True)
+class ReaderOptions:
+    """How the reader is loaded and run."""
+
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation; log-probabilities are float32 always."""
+    batch_size: Annotated[int | Literal["auto"], arg(metavar="N|auto")] = "auto"
+    """Windows a forward; auto fills the device."""
+
+    def windows_a_batch(self) -> int | None:
+        """None for auto.
+
+        Raises:
+            UsageError: below 1.
+        """
+        if self.batch_size == "auto":
+            return None
+        at_least(1, batch_size=self.batch_size)
+        return self.batch_size
+
+    def load(self, model: str) -> "tuple[Tokenizer, Reader]":
+        from ralm_jax.reader import load_reader
+        from ralm_jax.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.tokenizer or model), load_reader(model, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is reported."""
+
+    strategies: str = "none,first,zero-shot,oracle"
+    """Of none, first, random, zero-shot, oracle; separated by commas."""
+    zero_shot_tokens: int = 16
+    """Past tokens that zero-shot reranking goes by."""
+    seed: int = 0
+    """For random."""
+
+    def names(self) -> list[str]:
+        from eval.report import check_strategies
+
+        return check_strategies(self.strategies)
+
+    def show(self, tables: Sequence[str], json_file: str | None) -> None:
+        """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them."""
+        from eval.report import format_report, make_report
+        from ralm_jax.text import write_text
+
+        reports = [
+            make_report(table, self.names(), zero_shot_tokens=self.zero_shot_tokens, seed=self.seed) for table in tables
+        ]
+        if json_file:
+            content = [report.to_json() for report in reports]
+            write_text(json_file, json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
+        print("\n\n".join(format_report(report) for report in reports))
+
+
+def titles_in(path: str | None) -> frozenset[str]:
+    from retrieval.corpus import read_titles
+
+    return read_titles(path) if path else frozenset()
+
+
+def check_output_file(path: str | None) -> None:
+    """Finds out before an hour of work that a file could not be written after it.
+
+    Raises:
+        UsageError: the folder that `path` should go to is not there.
+    """
+    if path and not Path(path).expanduser().absolute().parent.is_dir():
+        raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")

@@ -1,0 +1,101 @@
+"""The settings of the protocol; the paper's values are the defaults (In-Context RALM, sections 3 to 6).
+
+Nothing heavy is imported here: the command line reads its options and their help from these classes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ralm_jax.errors import UsageError
+
+Preset = Literal["default", "ai21"]
+Bos = Literal["every-window", "passage"]
+Exclusion = Literal["inside", "after"]
+IfExists = Literal["refuse", "resume", "overwrite"]
+
+
+def at_least(minimum: int, **values: int | None) -> None:
+    """
+    Raises:
+        UsageError: a value is below `minimum`.
+    """
+    for name, value in values.items():
+        if value is not None and value < minimum:
+            raise UsageError(f"{name.replace('_', ' ')} must be at least {minimum}, not {value}")
+
+
+@dataclass(frozen=True)
+class StrideSettings:
+    """How the text is cut into windows and strides."""
+
+    window: int = 1024
+    """Tokens a window."""
+    stride: int = 4
+    """Tokens that each window after the first predicts; there is one retrieval a stride."""
+    limit_strides: int | None = None
+    """Only the first so many strides, the first window included. Default: all."""
+    preset: Preset = "default"
+    """ai21: special tokens and title exclusion as in the paper's released code."""
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window, stride=self.stride, limit_strides=self.limit_strides)
+        if self.stride >= self.window:
+            raise UsageError(
+                f"stride {self.stride} in windows of {self.window} would leave tokens unscored; the stride must be "
+                "smaller than the window"
+            )
+
+
+@dataclass(frozen=True)
+class QuerySettings:
+    """How passages are found."""
+
+    k: int = 16
+    """Passages a stride."""
+    query_length: int = 32
+    """Tokens before the target that make the query."""
+    exclusion: Exclusion | None = None
+    """Leave titles out inside the search (k hits guaranteed) or after it. Default: inside; ai21: after."""
+
+    def __post_init__(self) -> None:
+        at_least(1, k=self.k, query_length=self.query_length)
+
+    def exclusion_of(self, preset: Preset) -> Exclusion:
+        """Where titles are left out. "after" is what the paper's code does: it drops them from the first
+        max(100, 4 k) hits, and fewer than k may remain."""
+        return self.exclusion or ("after" if preset == "ai21" else "inside")
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """How windows are built from text and passages."""
+
+    past: int = 32
+    """Tokens before the target that are scored too, for zero-shot reranking."""
+    passage_tokens: int = 256
+    """A passage is cut to so many tokens."""
+    bos: Bos | None = None
+    """Where the BOS of a tokenizer that adds one goes. Default: every-window; ai21: passage."""
+
+    def __post_init__(self) -> None:
+        at_least(0, past=self.past)
+        at_least(1, passage_tokens=self.passage_tokens)
+
+    def bos_of(self, preset: Preset) -> Bos:
+        """Where special tokens go. "every-window": BOS once in front of every window, no special token inside.
+        "passage", as in the paper's code: passages carry what the tokenizer adds by default, text carries none."""
+        return self.bos or ("passage" if preset == "ai21" else "every-window")
+
+    def passage_limit(self, strides: StrideSettings) -> int:
+        """Tokens that a passage may have: as many as asked for, and as leave target and past tokens in the window.
+
+        Raises:
+            UsageError: there is no room for any.
+        """
+        room = strides.window - strides.stride - self.past
+        if room < 1:
+            raise UsageError(
+                f"a window of {strides.window} has no room beside stride {strides.stride} and past {self.past}; use a "
+                "larger window or a smaller past"
+            )
+        return min(self.passage_tokens, room)

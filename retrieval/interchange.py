@@ -1,0 +1,79 @@
+"""Retrieval in other programs' files: the JSON of the paper's code, read and written."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.text import Text, parse_json, write_text
+from ralm_jax.tokenizer import Tokenizer
+from retrieval.corpus import Passage, Passages, field
+from retrieval.query import stride_queries
+from retrieval.table import RetrievalTable
+
+
+def import_json(path: str) -> tuple[RetrievalTable, Passages]:
+    """The file that the paper's code writes: a list, one object a stride, with the passages' texts inside.
+
+    Raises:
+        UsageError: there is no such file.
+        RalmError: not such a list; the entry and the field are named.
+    """
+    file = Path(path).expanduser()
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    entries = parse_json(content, path)
+    if not isinstance(entries, list) or not entries:
+        raise RalmError(f"{path}: expected a list with an object a stride")
+    numbers: dict[Passage, int] = {}
+    begins, ends, futures, hits = [], [], [], []
+    for i, entry in enumerate(entries):
+        where = f"{path}: entry {i}"
+        try:
+            begins.append(int(entry["begin_location"]))
+            ends.append(int(entry["end_location"]))
+            futures.append(str(entry.get("future", "")))
+            documents = [(document, float(document.get("score", 0))) for document in entry["retrieved_docs"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RalmError(f"{where} is not a stride of a retrieval file ({error!r})") from None
+        hits.append([
+            (numbers.setdefault(Passage("", title, field(document, ["text"], where)), len(numbers)), score)
+            for document, score in documents
+            for title in [field(document, ["title"], where, default="")]
+        ])  # fmt: skip
+    k = max(1, *map(len, hits))
+    rows, scores = np.full((len(hits), k), -1, np.int64), np.zeros((len(hits), k), np.float32)
+    for j, found in enumerate(hits):
+        rows[j, : len(found)] = [row for row, _ in found]
+        scores[j, : len(found)] = [score for _, score in found]
+    settings = {"json": sha256(content).hexdigest()}
+    table = RetrievalTable(np.array(begins), np.array(ends), rows, scores, settings, {}, path, futures)
+    return table, Passages.of([passage._replace(id=str(i)) for passage, i in numbers.items()])
+
+
+def export_json(path: str, table: RetrievalTable, passages: Passages, text: Text, tokenizer: Tokenizer) -> None:
+    """Writes the table, made for `text` and `tokenizer`, as the file that the paper's `eval_lm.py` reads.
+
+    Raises:
+        RalmError: the file cannot be written.
+    """
+    tokens = tokenizer.encode(text.content)
+    queries = stride_queries(tokens, table.begins, table.settings["query_length"], tokenizer)
+    entries = []
+    for j, (begin, end) in enumerate(zip(table.begins.tolist(), table.ends.tolist(), strict=True)):
+        found = table.rows[j] >= 0
+        documents = zip(passages.contents(table.rows[j][found]), table.scores[j][found].tolist(), strict=True)
+        entries.append(
+            {
+                "begin_location": begin,
+                "end_location": end,
+                "future": tokenizer.decode(tokens[begin:end]),
+                "query": queries[j],
+                "retrieved_docs": [{"text": contents, "score": score} for contents, score in documents],
+            }
+        )
+    write_text(path, json.dumps(entries, indent=4, allow_nan=False) + "\n")

@@ -1,0 +1,91 @@
+"""What a retriever is: queries in, rows of a corpus out. BM25 is one (`retrieval.bm25`)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ralm_jax.settings import Exclusion
+from retrieval.corpus import Passages
+
+KIND = "index"
+
+
+class Hits(NamedTuple):
+    """What a search finds, best first; ties go to the lower row.
+
+    Attributes:
+        rows: (Q, k) int64 passages, -1 after the last hit.
+        scores: (Q, k) float32, 0 after the last hit.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+class Retriever(Protocol):
+    """What finds passages."""
+
+    @property
+    def location(self) -> str:
+        """Where it is."""
+
+    @property
+    def passages(self) -> Passages:
+        """What the rows of its hits are."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it works; `engine` names it."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What it was made from; `source` describes the corpus."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when corpus, engine or its settings do."""
+
+    def search(self, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()) -> Hits:
+        """The best `k` passages of each query, titles in `excluded` left out; fewer where fewer match."""
+
+
+def open_index(location: str) -> Retriever:
+    """The index at `location`, by the engine that made it.
+
+    Raises:
+        UsageError: there is none.
+        RalmError: it is not complete, damaged, or of an engine or analyser that is not here.
+    """
+    from retrieval.bm25 import BM25Index
+
+    return BM25Index.open(location)
+
+
+def look_up(
+    retriever: Retriever, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
+    """A search with the passages themselves: rows {"query", "hits": [{"id", "score", "title", "text"}]}."""
+    hits = retriever.search(queries, k, excluded)
+    rows = []
+    for query, found, scores in zip(queries, hits.rows, hits.scores, strict=True):
+        passages = zip(retriever.passages.rows(found[found >= 0]), scores.tolist(), strict=False)
+        listed = [{"id": p.id, "score": score, "title": p.title, "text": p.text} for p, score in passages]
+        rows.append({"query": query, "hits": listed})
+    return rows
+
+
+def search(
+    retriever: Retriever, queries: Sequence[str], k: int, excluded: frozenset[str], exclusion: Exclusion
+) -> Hits:
+    """The hits of every query, `excluded` titles left out inside the search or, as the paper's code does it, dropped
+    from the first max(100, 4 k) hits, so that fewer than k may remain."""
+    if not excluded or exclusion == "inside":
+        return retriever.search(queries, k, excluded)
+    deep = retriever.search(queries, max(100, 4 * k))
+    found = deep.rows >= 0
+    keep = found & ~retriever.passages.titled(excluded)[np.where(found, deep.rows, 0)]
+    order = np.argsort(~keep, axis=1, kind="stable")[:, :k]  # those kept first, in their order
+    kept = np.take_along_axis(keep, order, axis=1)
+    rows = np.where(kept, np.take_along_axis(deep.rows, order, axis=1), -1)
+    return Hits(rows, np.where(kept, np.take_along_axis(deep.scores, order, axis=1), 0).astype(np.float32))
