@@ -127,6 +127,8 @@ def loop(job: Job) -> dict[str, Any]:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
+
     model = transformers.AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32).eval()
     tokens, starts = token_windows(job, model.config.vocab_size)
     ids = torch.tensor(tokens.astype(np.int64))

@@ -261,12 +261,14 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `ralm`; exits with 0, with 1 for a failure, 2 for a request that cannot be met, 130 for Ctrl-C."""
     args = sys.argv[1:] if args is None else list(args)
-    if args == ["--version"]:
-        print(f"ralm {__version__}")
-        return
     logging.basicConfig(format="ralm: %(levelname)s: %(message)s", level=logging.WARNING)
     command: Any = None
     try:
+        if args == ["--version"]:
+            print(f"ralm {__version__}", flush=True)
+            return
+        if "" in args:  # an unset shell variable, which a path would take for the current folder
+            raise UsageError(f"{' '.join(args[: args.index('')])}: what follows is empty")
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="ralm",

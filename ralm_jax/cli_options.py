@@ -98,6 +98,7 @@ class ReportOptions:
     def names(self) -> list[str]:
         from eval.report import check_strategies
 
+        at_least(1, zero_shot_tokens=self.zero_shot_tokens)
         return check_strategies(self.strategies)
 
     def show(self, tables: Sequence[str], json_file: str | None) -> None:
@@ -124,7 +125,10 @@ def check_output_file(path: str | None) -> None:
     """Finds out before an hour of work that a file could not be written after it.
 
     Raises:
-        UsageError: the folder that `path` should go to is not there.
+        UsageError: `path` is a folder, or the folder that it should go to is not there.
     """
-    if path and not Path(path).expanduser().absolute().parent.is_dir():
+    file = Path(path or ".").expanduser().absolute()
+    if path and not file.parent.is_dir():
         raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
+    if path and file.is_dir():
+        raise UsageError(f"{path}: is a folder; name a file")

@@ -71,7 +71,7 @@ class ScoreTable:
         self.past = past
         for name, values in (("passages", passages), ("token_ends", token_ends)):
             rows = (min(ROWS_A_CHUNK, max(1, len(values))), *(max(1, size) for size in values.shape[1:]))
-            folder.array(name, values.shape, rows, "int64", -1)[:] = values
+            folder.array(name, values.shape, rows, "int64", -2)[:] = values
         shape = (len(passages), 1 + passages.shape[1], past + stride)
         self._first = folder.array("first_window", (first,), (first,), "float32", np.nan)
         self._log_probs = folder.array("log_probs", shape, (chunk, *shape[1:]), "float32", np.nan)
@@ -106,8 +106,9 @@ def open_scores(location: str) -> Scores:
     if not {"log_probs", "first_window"} <= set(folder.manifest["arrays"]):
         raise RalmError(f"{location}: nothing is scored yet; repeat the scoring command with --resume")
     first, log_probs = folder.read("first_window"), folder.read("log_probs")
-    missing = int(np.isnan(log_probs[:, 0, past]).sum())
-    if missing or np.isnan(first).any() or "tokens" not in folder.about:
+    passages, token_ends = folder.read("passages"), folder.read("token_ends")
+    missing = int((np.isnan(log_probs[:, 0, past]) | (passages < -1).any(axis=1)).sum())
+    if missing or np.isnan(first).any() or (token_ends < 0).any() or "tokens" not in folder.about:
         raise RalmError(
             f"{location}: not complete, {missing} of {len(log_probs)} strides are missing; repeat the scoring command "
             "with --resume"
@@ -116,8 +117,8 @@ def open_scores(location: str) -> Scores:
         first_window=first,
         past=log_probs[:, :, :past],
         target=log_probs[:, :, past:],
-        passages=folder.read("passages"),
-        token_ends=folder.read("token_ends"),
+        passages=passages,
+        token_ends=token_ends,
         settings=folder.settings,
         about=folder.about,
     )

@@ -229,7 +229,16 @@ def refuse_mismatch(location: str, there: dict[str, Any], here: dict[str, Any]) 
     Raises:
         RalmError: naming the settings that differ, with both values.
     """
+    there, here = flat(there), flat(here)
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if differing:
         listed = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in differing[:4])
         raise RalmError(f"{location}: was made with other settings and cannot be resumed: {listed}")
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings within settings as "outer.inner"."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -5,6 +5,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,31 @@ def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, st
 
 
 def write_text(path: str, content: str) -> None:
-    """Writes a UTF-8 file.
+    """Writes a UTF-8 file, whole or not at all: a full disk leaves what was there before.
 
     Raises:
         RalmError: it cannot be written.
     """
+    file = Path(path).expanduser()
+    with writing(path):
+        if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe
+            file.write_text(content, encoding="utf-8")
+            return
+        part = file.with_name(f"{file.name}.part")
+        try:
+            part.write_text(content, encoding="utf-8")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """
+    Raises:
+        RalmError: `path` cannot be written: no room, or no permission.
+    """
     try:
-        Path(path).expanduser().write_text(content, encoding="utf-8")
+        yield
     except OSError as error:
-        raise RalmError(f"{path}: cannot be written ({error.strerror})") from None
+        raise RalmError(f"{path}: cannot be written ({error.strerror or error})") from None

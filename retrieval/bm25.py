@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
 from ralm_jax.storage import Folder
+from ralm_jax.text import writing
 from retrieval import analyzer
 from retrieval.corpus import Passage, Passages, write_passages
 from retrieval.retriever import KIND, Hits
@@ -84,7 +85,8 @@ def build_index(
 
     scores = score_matrix(terms, np.array(lengths), len(vocabulary), k1, b, quantise_lengths)
     index = bm25s_index(scores, vocabulary, k1, b)
-    index.save(root / "bm25", show_progress=False)
+    with writing(root / "bm25"):
+        index.save(root / "bm25", show_progress=False)
     folder.about.update(passages=len(lengths), terms=len(vocabulary), corpus=digest.hexdigest(), source=source or {})
     folder.write_manifest()
     return BM25Index.open(location)

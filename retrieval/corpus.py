@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
-from ralm_jax.text import encodable, read_lines, read_rows
+from ralm_jax.text import encodable, read_lines, read_rows, writing
 
 Format = Literal["auto", "pyserini", "beir", "dpr", "text"]
 
@@ -50,9 +50,18 @@ def read_corpus(
 
     Raises:
         UsageError: no such file or folder, or `passage_words` below 1.
-        RalmError: a row that is not of the format; file and line are named.
+        RalmError: no passages, or a row that is not of the format; file and line are named.
     """
     at_least(1, passage_words=passage_words)
+    passages = corpus_passages(path, format, passage_words, split_rows)
+    first = next(passages, None)
+    if first is None:
+        raise RalmError(f"{path}: no passages in it")
+    yield first
+    yield from passages
+
+
+def corpus_passages(path: str, format: Format, passage_words: int, split_rows: bool) -> Iterator[Passage]:
     for file, name in corpus_files(path):
         kind = detect_format(file) if format == "auto" else format
         if kind == "text":
@@ -210,8 +219,12 @@ def cut_words(text: str, words: int) -> list[str]:
 
 
 def write_passages(passages: Iterable[Passage], path: Path) -> Iterator[Passage]:
-    """Passes `passages` through while writing them to `path` as an Arrow file."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+    """Passes `passages` through while writing them to `path` as an Arrow file.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
+    with writing(path), pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         batch: list[Passage] = []
         for passage in passages:
             batch.append(passage)

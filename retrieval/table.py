@@ -95,17 +95,22 @@ class RetrievalWriter:
     def __init__(self, folder: Folder, strides: int, k: int):
         self._begins = folder.array("begins", (strides,), (CHUNK,), "int64", -1)
         self._ends = folder.array("ends", (strides,), (CHUNK,), "int64", -1)
-        self._rows = folder.array("rows", (strides, k), (CHUNK, k), "int64", -1)
-        self._scores = folder.array("scores", (strides, k), (CHUNK, k), "float32", 0)
+        self._rows = folder.array("rows", (strides, k), (CHUNK, k), "int64", -2)
+        self._scores = folder.array("scores", (strides, k), (CHUNK, k), "float32", np.nan)
 
     def missing(self) -> list[range]:
         """The chunks that have yet to be retrieved."""
-        return self._begins.missing(self._begins[:] >= 0)
+        return self._begins.missing(written(self._begins[:], self._ends[:], self._rows[:], self._scores[:]))
 
     def write(self, strides: range, begins: np.ndarray, ends: np.ndarray, hits: Hits) -> None:
         rows = slice(strides.start, strides.stop)
-        self._rows[rows], self._scores[rows], self._ends[rows] = hits.rows, hits.scores, ends
-        self._begins[rows] = begins  # last: its presence says that the chunk is done
+        self._rows[rows], self._scores[rows] = hits.rows, hits.scores
+        self._begins[rows], self._ends[rows] = begins, ends
+
+
+def written(begins: np.ndarray, ends: np.ndarray, rows: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """(J,) bool: the strides that stand in all four arrays."""
+    return (begins >= 0) & (ends >= 0) & (rows >= -1).all(axis=1) & ~np.isnan(scores).any(axis=1)
 
 
 def open_retrieval(location: str) -> RetrievalTable:
@@ -117,7 +122,7 @@ def open_retrieval(location: str) -> RetrievalTable:
     """
     folder = Folder.open(location, KIND)
     begins, ends, rows, scores = (folder.read(name) for name in ("begins", "ends", "rows", "scores"))
-    missing = int((begins < 0).sum())
+    missing = int((~written(begins, ends, rows, scores)).sum())
     if missing or "index" not in folder.about:
         raise RalmError(
             f"{location}: not complete, {missing} of {len(begins)} strides are missing; repeat the "

@@ -226,7 +226,9 @@ class TestRefusals:
         for options, message in (
             (["--strategies", "best"], "expected some of none, first"),
             (["--zero-shot-tokens", "9"], "needs a table scored with --past 9 or more"),
+            (["--zero-shot-tokens", "0"], "zero shot tokens must be at least 1, not 0"),
             (["--json", "no/such/r.json"], "no/such/r.json: the folder no/such does not exist"),
+            (["--json", "model"], "model: is a folder; name a file"),
         ):
             code, line = refused(capsys, "report", "--scores", "scores", *options)
             assert (code, message in line) == (2, True)
@@ -278,6 +280,28 @@ def test_out_of_device_memory_is_one_line(place, capsys, monkeypatch):
     monkeypatch.setattr("ralm_jax.scoring.Scorer.dispatch", exhausted)
     code, line = refused(capsys, *TestRefusals.SCORE, "--window", "64")
     assert (code, "try a smaller --batch-size" in line) == (1, True)
+
+
+def test_an_unset_variable_is_not_the_current_folder(place, capsys):
+    code, line = refused(capsys, "index", "--corpus", "", "--out", "x")
+    assert (code, line) == (2, "ralm: error: index --corpus: what follows is empty")
+
+
+def test_a_full_disk_keeps_the_file_that_was_there(index):
+    ralm("search", "--index", "index", "--query", "ba be", "--json", "hits.json")
+    before = Path("hits.json").read_text()
+    command = (
+        f"ulimit -f 1; {sys.executable} -m ralm_jax search --index index --query '{tiny.text(90)}' --json hits.json"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "ralm: error: hits.json: cannot be written (File too large)\n")
+    assert Path("hits.json").read_text() == before
+    assert not Path("hits.json.part").exists()
+
+
+def test_what_is_no_plain_file_is_written_to(index):
+    done = run("search", "--index", "index", "--query", "ba be", "--json", "/dev/stdout")
+    assert json.loads(done.stdout.splitlines()[0])["query"] == "ba be"
 
 
 def test_a_place_without_permission_or_room_is_one_line(place, capsys):

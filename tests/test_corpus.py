@@ -180,6 +180,8 @@ class TestRefusals:
             list(read_corpus(str(tmp_path)))
         with pytest.raises(UsageError, match="passage words must be at least 1"):
             list(read_corpus(str(tmp_path), passage_words=0))
+        with pytest.raises(RalmError, match=r"c\.jsonl: no passages in it"):
+            list(read_corpus(write(tmp_path / "c.jsonl", "\n\n")))
 
 
 def test_what_passages_depend_on(tmp_path):

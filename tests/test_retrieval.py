@@ -88,6 +88,18 @@ def test_resumed_where_it_stopped(tmp_path, index, text, tokenizer, monkeypatch)
     np.testing.assert_array_equal(again.begins, whole.begins)
 
 
+@pytest.mark.parametrize("array", ["begins", "ends", "rows", "scores"])
+def test_a_lost_chunk_is_missed_and_made_again(tmp_path, index, text, tokenizer, monkeypatch, array):
+    monkeypatch.setattr("retrieval.table.CHUNK", 16)
+    whole = run(tmp_path, index, text, tokenizer)
+    chunk = next(path for path in sorted((tmp_path / "table" / array / "c").rglob("*")) if path.is_file())
+    chunk.unlink()
+    with pytest.raises(RalmError, match="not complete, 16 of 60 strides are missing"):
+        open_retrieval(str(tmp_path / "table"))
+    again = run(tmp_path, index, text, tokenizer, if_exists="resume")
+    np.testing.assert_array_equal(again.rows, whole.rows)
+
+
 def test_not_resumed_with_other_settings(tmp_path, index, text, tokenizer):
     run(tmp_path, index, text, tokenizer)
     with pytest.raises(UsageError, match="holds an earlier run's retrieval"):

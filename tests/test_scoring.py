@@ -308,7 +308,7 @@ class TestResume:
         table, passages = retrieved(131)
         run(tmp_path, reader, bare, retrieved=(replace(table, settings={"json": "a"}), passages))
         other = replace(table, settings={"json": "b"})
-        with pytest.raises(RalmError, match="cannot be resumed: retrieval: "):
+        with pytest.raises(RalmError, match=r"cannot be resumed: retrieval\.json: 'a' there, 'b' now"):
             run(tmp_path, reader, bare, retrieved=(other, passages), if_exists="resume")
 
     def test_a_finished_table_is_left_as_it_is(self, tmp_path, reader, bare, monkeypatch):

@@ -70,6 +70,14 @@ def test_a_file_in_the_way(tmp_path):
         Folder.create(str(tmp_path / "t"), "scores", {}, "overwrite")
 
 
+def test_settings_within_settings_are_named_one_by_one(tmp_path):
+    Folder.create(str(tmp_path / "t"), "scores", {"config": {"a": 1, "b": {"c": 2, "d": 3}}, "e": None})
+    with pytest.raises(RalmError, match=r"cannot be resumed: config\.b\.c: 2 there, 9 now; e\.f: None there, 4 now$"):
+        Folder.create(
+            str(tmp_path / "t"), "scores", {"config": {"a": 1, "b": {"c": 9, "d": 3}}, "e": {"f": 4}}, "resume"
+        )
+
+
 def test_other_settings_are_not_resumed(tmp_path):
     filled(tmp_path / "t")
     with pytest.raises(RalmError, match=r"cannot be resumed: a: 1 there, 2 now; b: None there, 'x' now"):
@@ -175,6 +183,19 @@ class TestScoreTable:
         assert scores.past.shape == (5, 2, 1)
         assert scores.num_passages.tolist() == [0, 1, 1, 1, 0]
         assert scores.token_ends.tolist() == list(range(9))
+
+    @pytest.mark.parametrize("array", ["passages", "token_ends", "log_probs", "first_window"])
+    def test_a_lost_chunk_is_missed(self, tmp_path, folder, array):
+        table = self.table(folder)
+        for chunk in table.missing():
+            table.write(chunk, np.full((len(chunk), 2, 3), -3, np.float32))
+        table.write_first_window(np.full(3, -1, np.float32))
+        folder.about["tokens"] = 9
+        folder.write_manifest()
+        open_scores(folder.location)
+        next(path for path in sorted((tmp_path / "t" / array / "c").rglob("*")) if path.is_file()).unlink()
+        with pytest.raises(RalmError, match="not complete"):
+            open_scores(folder.location)
 
     def test_nothing_but_a_first_window(self, tmp_path):
         folder = Folder.create(str(tmp_path / "t"), KIND, {"past": 1})
