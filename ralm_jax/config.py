@@ -1,11 +1,11 @@
-"""Reader configurations: frozen dataclasses, read from a Hugging Face `config.json`."""
+"""Model configurations: frozen dataclasses, read from a Hugging Face `config.json`."""
 
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ralm_jax.errors import RalmError
 from ralm_jax.text import parse_json
@@ -33,7 +33,7 @@ class ConfigFile:
         try:
             values = parse_json(path.read_bytes(), str(path))
         except FileNotFoundError:
-            raise RalmError(f"{folder}: no config.json there; a reader folder needs one") from None
+            raise RalmError(f"{folder}: no config.json there; a model folder needs one") from None
         if not isinstance(values, dict):
             raise RalmError(f"{path}: expected a JSON object, found {type(values).__name__}")
         return cls(values, str(path))
@@ -52,7 +52,7 @@ class ConfigFile:
             raise self.unsupported(key, value, "a number above 0")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         return self._get(key, default, bool)
 
     def choice(self, key: str, options: Iterable[str], default: str | None = None) -> str:
@@ -82,8 +82,8 @@ class ConfigFile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderConfig(abc.ABC):
-    """What every decoder-only reader has. Letters as everywhere in the project: V, D, L, N, K, H, F."""
+class ModelConfig(abc.ABC):
+    """What every model has. Letters as everywhere in the project: V, D, L, N, K, H, F."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -92,19 +92,52 @@ class ReaderConfig(abc.ABC):
     num_kv_heads: int  # K
     head_dim: int  # H
     mlp_size: int  # F
-    max_positions: int
+    max_positions: int  # tokens that a window may have
     activation: str
     norm_epsilon: float
-    tie_word_embeddings: bool
 
     model_type = ""  # Hugging Face's name of the family
-    learned_positions = True  # a window longer than `max_positions` is impossible, not just unwise
+    architecture = ""  # Hugging Face's class
+    hf_keys: ClassVar[dict[str, str]] = {}  # what `config.json` calls our fields
 
     @classmethod
     @abc.abstractmethod
     def from_hf(cls, file: ConfigFile) -> Self:
         """The configuration that `file` states."""
 
-    @abc.abstractmethod
+    @property
+    def position_kind(self) -> str:
+        """How the model knows where a token is, in words."""
+        return "learned positions"
+
+    @classmethod
+    def stated(cls, file: ConfigFile, **defaults: Any) -> dict[str, Any]:
+        """The numbers and flags of `hf_keys` that `file` states; without one of `defaults` it must state them."""
+        kinds: dict[Any, Callable[..., Any]] = {int: file.integer, float: file.number, bool: file.flag}
+        fields = {field.name: kinds[field.type] for field in dataclasses.fields(cls) if field.type in kinds}
+        return {name: fields[name](key, defaults.get(name)) for name, key in cls.hf_keys.items() if name in fields}
+
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that transformers reads back as this configuration."""
+        stated = {key: getattr(self, name) for name, key in self.hf_keys.items()}
+        return {"architectures": [self.architecture], "model_type": self.model_type, **stated}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReaderConfig(ModelConfig):
+    """What every decoder-only reader has."""
+
+    tie_word_embeddings: bool
+
+    learned_positions = True  # a window longer than `max_positions` is impossible, not just unwise
+
+
+def equal_heads(file: ConfigFile, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    """Heads with keys and values of their own that share the hidden size evenly.
+
+    Raises:
+        RalmError: they cannot.
+    """
+    if hidden_size % num_heads:
+        raise RalmError(f"{file.origin}: {num_heads} heads do not divide a hidden size of {hidden_size}")
+    return {"num_kv_heads": num_heads, "head_dim": hidden_size // num_heads}

@@ -12,7 +12,10 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
 )
+DESCRIPTIONS = ("config.json", "modules.json", "sentence_bert_config.json", "*_Pooling/config.json", *TOKENIZER_FILES)
+WEIGHTS = ("model*.safetensors*", "flax_model*.msgpack*", "pytorch_model*.bin*")  # in order of preference
 
 
 def locate(model: str, *, weights: bool = True) -> Path:
@@ -39,12 +42,14 @@ def fetch(model: str, weights: bool) -> Path:
     """Downloads what is needed of a Hugging Face id, or finds it in the cache (HF_HUB_OFFLINE=1: only there)."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    patterns = ["config.json", *TOKENIZER_FILES]
-    if weights:
-        patterns += ["model*.safetensors", "model.safetensors.index.json"]
     offline = " (offline mode, HF_HUB_OFFLINE, is on)" if constants.HF_HUB_OFFLINE else ""
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        folder = Path(snapshot_download(model, allow_patterns=list(DESCRIPTIONS)))
+        for pattern in WEIGHTS if weights else ():
+            snapshot_download(model, allow_patterns=[pattern])
+            if any(folder.glob(pattern)):
+                break
+        return folder
     except errors.LocalEntryNotFoundError:
         raise RalmError(
             f"{model}: no such folder, and not in the Hugging Face cache nor reachable on the hub{offline}"

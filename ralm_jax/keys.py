@@ -3,14 +3,14 @@
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flax import nnx
 
-from ralm_jax.config import ReaderConfig
-from ralm_jax.errors import UsageError
-from ralm_jax.sources import Index
+from ralm_jax.config import ModelConfig
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.sources.base import Index
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Key:
         pattern: in einops' notation, from the checkpoint's layout to the parameter's; empty where they are the same.
             With several paths its right side begins with the axis that counts them.
         prefixed: the family's prefix stands in front of it in Hugging Face's files.
+        alias: another name that some files have for it.
     """
 
     name: str
     paths: str | tuple[str, ...]
     pattern: str = ""
     prefixed: bool = True
+    alias: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -45,6 +47,38 @@ class Key:
         """The sizes of the layout's axes, given one part's shape without the layer axis."""
         whole = (len(self.parts), *shape) if len(self.parts) > 1 else shape
         return dict(zip(layout.wanted, whole, strict=True))
+
+
+def linear(name: str, path: str) -> tuple[Key, Key]:
+    """Rows of a `Linear`, which PyTorch stores as (out, in)."""
+    return Key(f"{name}.weight", f"{path}.kernel", "o i -> i o"), Key(f"{name}.bias", f"{path}.bias")
+
+
+def to_heads(name: str, path: str) -> tuple[Key, Key]:
+    """Rows of a query, key or value projection."""
+    return (
+        Key(f"{name}.weight", f"{path}.kernel", "(n h) d -> d n h"),
+        Key(f"{name}.bias", f"{path}.bias", "(n h) -> n h"),
+    )
+
+
+def from_heads(name: str, path: str) -> tuple[Key, Key]:
+    """Rows of an attention's output projection."""
+    return Key(f"{name}.weight", f"{path}.kernel", "d (n h) -> n h d"), Key(f"{name}.bias", f"{path}.bias")
+
+
+def norm(name: str, path: str) -> tuple[Key, Key]:
+    """Rows of a norm; checkpoints that came from TensorFlow call scale and bias gamma and beta."""
+    return (
+        Key(f"{name}.weight", f"{path}.scale", alias=f"{name}.gamma"),
+        Key(f"{name}.bias", f"{path}.bias", alias=f"{name}.beta"),
+    )
+
+
+HEAD = (
+    Key("lm_head.weight", "head.kernel", "v d -> d v", prefixed=False),
+    Key("lm_head.bias", "head.bias", prefixed=False),
+)
 
 
 @dataclass(frozen=True)
@@ -99,20 +133,44 @@ class Family:
     """What makes a model family.
 
     Attributes:
+        name: what people call it.
         config: its configuration class; `config.model_type` is Hugging Face's name of the family.
         model: its module.
-        prefix: in front of the keys of Hugging Face's files; base models are saved without it.
+        prefixes: in front of the keys of a checkpoint; the first is written. Base models are saved without any.
         keys: the key table.
-        tied: embedding and head, by key; checkpoints of tied readers may have either or both.
-        ignored: patterns of keys that carry no weights.
+        ignored: patterns of keys that carry no weights of this model.
+        variants: what of the family is supported, for people.
+        sizes: configurations of published models, by name.
+        tied: embedding and head of a reader, by key; checkpoints of tied ones may have either or both.
+        narrow: whether its activations are known to overflow float16.
     """
 
-    config: type[ReaderConfig]
+    name: str
+    config: type[ModelConfig]
     model: type[nnx.Module]
-    prefix: str
+    prefixes: tuple[str, ...]
     keys: tuple[Key, ...]
-    tied: tuple[str, str]
     ignored: tuple[str, ...]
+    variants: str
+    sizes: Mapping[str, ModelConfig]
+    tied: tuple[str, str] | None = None
+    narrow: bool = False
+
+    def bare_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The names of a checkpoint's tensors, by their names without its prefix.
+
+        Raises:
+            RalmError: a tensor is there with the prefix and without.
+        """
+        names = list(names)
+        prefix = next((p for p in self.prefixes if p and any(name.startswith(p) for name in names)), "")
+        found: dict[str, str] = {}
+        for name in names:
+            bare = name.removeprefix(prefix)
+            if bare in found:
+                raise RalmError(f"both {name} and {found[bare]} are there; remove one")
+            found[bare] = name
+        return found
 
 
 @dataclass(frozen=True)
@@ -123,6 +181,10 @@ class Wanted:
     key: Key
     layer: int | None
     shape: tuple[int, ...]
+
+    @property
+    def alias(self) -> str:
+        return self.key.alias.format(self.layer)
 
 
 def wanted_tensors(family: Family, shapes: dict[str, tuple[int, ...]]) -> Iterator[Wanted]:

@@ -6,6 +6,7 @@ logits are float32.
 """
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.attention import attend
-from ralm_jax.config import ReaderConfig
+from ralm_jax.config import ModelConfig
+from ralm_jax.errors import UsageError
+from ralm_jax.rope import token_positions
 from ralm_jax.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -109,11 +112,38 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * broadcast_over(self.scale[...], x)
 
 
+class Positions(nnx.Module):
+    """Learned positions: a vector for every place, counted from a sequence's first real token."""
+
+    def __init__(self, count: int, features: int, *, offset: int = 0, rngs: nnx.Rngs, dtype: DTypeLike):
+        """`offset` rows stand before that of the first place, as OPT and RoBERTa store it."""
+        self.count, self.offset = count, offset
+        self.table = parameter(rngs, (offset + count, features), ("position", "embed"), dtype)
+
+    def __call__(self, valid: Bool[Array, "B T"] | None, shape: tuple[int, ...]) -> Float[Array, "B T D"]:
+        """
+        Raises:
+            UsageError: more tokens than places.
+        """
+        if shape[1] > self.count:
+            raise UsageError(f"{shape[1]} tokens are more than this model's {self.count} positions")
+        rows = jnp.take(self.table[...], token_positions(valid, shape) + self.offset, axis=0)
+        return constrain(rows, "batch", None, None)
+
+
 class Attention(nnx.Module):
-    """Causal self-attention with K key/value heads for N query heads; queries and keys rotated where asked for."""
+    """Self-attention with K key/value heads for N query heads; queries and keys rotated where asked for."""
 
     def __init__(
-        self, config: ReaderConfig, *, bias: bool, out_bias: bool, scale: float, rngs: nnx.Rngs, dtype: DTypeLike
+        self,
+        config: ModelConfig,
+        *,
+        bias: bool,
+        out_bias: bool,
+        scale: float,
+        causal: bool,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
     ):
         embed, heads = {"embed": config.hidden_size}, {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -121,22 +151,23 @@ class Attention(nnx.Module):
         self.k = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
         self.v = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
         self.o = Linear(heads, embed, bias=out_bias, rngs=rngs, dtype=dtype)
-        self.scale = scale
+        self.scale, self.causal = scale, causal
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         valid: Bool[Array, "B T"] | None = None,
         rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
+        window: Int[Array, ""] | None = None,
     ) -> Float[Array, "B T D"]:
         q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
-        return self.o(attend(q, k, v, scale=self.scale, valid=valid))
+        return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window))
 
 
 class MLP(nnx.Module):
     """down(act(up x)), or down(act(gate x) * up x) where `gated`."""
 
-    def __init__(self, config: ReaderConfig, *, gated: bool, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike):
+    def __init__(self, config: ModelConfig, *, gated: bool, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike):
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.mlp_size}
         self.activation = config.activation
         self.gate = Linear(embed, mlp, bias=bias, rngs=rngs, dtype=dtype) if gated else None
@@ -147,3 +178,49 @@ class MLP(nnx.Module):
         act = ACTIVATIONS[self.activation]
         hidden = act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x)
         return self.down(hidden)
+
+
+class Block(nnx.Module):
+    """One layer of any family: attention and MLP, each with a norm and a residual connection."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        order: Literal["pre", "post", "parallel"] = "pre",
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        mlp_bias: bool = True,
+        gated: bool = False,
+        scale: float | None = None,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike,
+    ):
+        """
+        Args:
+            order: "pre" is x + f(norm(x)), "post" is norm(x + f(x)), each for attention, then for the MLP; "parallel"
+                is x + attention(norm(x)) + mlp(norm(x)) with one norm.
+            scale: of attention scores; None for 1 / sqrt(H).
+        """
+        scale = config.head_dim**-0.5 if scale is None else scale
+        self.order = order
+        self.attention_norm = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
+        self.attention = Attention(
+            config, bias=qkv_bias, out_bias=out_bias, scale=scale, causal=causal, rngs=rngs, dtype=dtype
+        )
+        second = order != "parallel"
+        self.mlp_norm = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype) if second else None
+        self.mlp = MLP(config, gated=gated, bias=mlp_bias, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], *attention: Any) -> Float[Array, "B T D"]:
+        """`attention` is what `Attention` takes after `x`."""
+        if self.mlp_norm is None:
+            normed = self.attention_norm(x)
+            return x + self.attention(normed, *attention) + self.mlp(normed)
+        if self.order == "post":
+            x = self.attention_norm(x + self.attention(x, *attention))
+            return self.mlp_norm(x + self.mlp(x))
+        x = x + self.attention(self.attention_norm(x), *attention)
+        return x + self.mlp(self.mlp_norm(x))

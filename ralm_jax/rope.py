@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021), in the half-split layout of Hugging Face's Llama.
+"""Rotary position embeddings (Su et al., 2021), in the half-split layout of Llama and the interleaved one of GPT-J.
 
 Linear position interpolation (Chen et al., 2023) divides the frequencies by a factor. Phases are float32 whatever the
 model computes in: at position 30,000 a bfloat16 phase is off by whole turns.
@@ -27,6 +27,18 @@ def rotate_half(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def rotate_interleaved(
+    x: Float[Array, "B T N H"], phases: tuple[Float[Array, "B T 1 P"], Float[Array, "B T 1 P"]]
+) -> Float[Array, "B T N H"]:
+    """Turns each pair (x[2 i], x[2 i + 1]) of the first 2 P dimensions by its phase; the rest stay as they are."""
+    cos, sin = phases
+    rotated = 2 * cos.shape[-1]
+    pairs = x[..., :rotated].astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.reshape(*x.shape[:-1], rotated).astype(x.dtype), x[..., rotated:]], axis=-1)
 
 
 def token_positions(valid: Array | None, shape: tuple[int, ...]) -> jax.Array:

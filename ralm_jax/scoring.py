@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.reader import Reader, matmul_precision
+from ralm_jax.model import matmul_precision
+from ralm_jax.reader import Reader
 from ralm_jax.score_table import ScoreTable
 from ralm_jax.settings import StrideSettings
 from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch

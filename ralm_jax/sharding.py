@@ -21,6 +21,8 @@ RULES = (
     ("layers", None),
     ("position", None),
     ("head_dim", None),
+    ("word", None),
+    ("token_type", None),
     ("embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),

@@ -1,4 +1,4 @@
-"""A decoder-only reader: embed, scan over stacked layers, norm, head. Families fill in the parts."""
+"""Stacked layers under one scan, and the decoder-only reader that they make: embed, layers, norm, head."""
 
 import abc
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ReaderConfig
-from ralm_jax.layers import Embedding, Linear
+from ralm_jax.layers import Block, Embedding, LayerNorm, Linear, RMSNorm
 from ralm_jax.sharding import constrain
 
 
@@ -26,39 +26,56 @@ def stacked(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs:
     return make(rngs)
 
 
-def scan_layers(layers: nnx.Module, x: Float[Array, "B T D"], *args: Any, remat: bool = False) -> Float[Array, "B T D"]:
+def scan_layers(
+    layers: nnx.Module, x: Float[Array, "B T D"], *args: Any, each: tuple[jax.Array, ...] = (), remat: bool = False
+) -> Float[Array, "B T D"]:
     """Runs `x` through stacked layers in order: one compiled body, whatever the depth.
 
     Args:
         args: passed to every layer after `x`.
+        each: arrays (L, ...), of which every layer is passed its own part after `args`.
         remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
     graphdef, state = nnx.split(layers)
 
-    def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-        return constrain(nnx.merge(graphdef, layer)(x, *args), "batch", None, None), None
+    def body(x: jax.Array, layer: tuple[nnx.State, tuple[jax.Array, ...]]) -> tuple[jax.Array, None]:
+        state, own = layer
+        return constrain(nnx.merge(graphdef, state)(x, *args, *own), "batch", None, None), None
 
-    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, state)[0]
+    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each))[0]
 
 
 class Decoder(nnx.Module):
-    """Base of the families: embedding, stacked blocks, final norm and head; `hidden` is theirs."""
+    """Base of the readers: embedding, stacked blocks, final norm and head; `hidden` is theirs."""
 
     def __init__(
         self,
         config: ReaderConfig,
-        block: Callable[..., nnx.Module],
-        norm: Callable[..., nnx.Module],
         *,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        final_norm: bool = True,
+        word: dict[str, int] | None = None,
+        head_bias: bool = False,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
+        **block: Any,
     ):
-        hidden, vocab = {"embed": config.hidden_size}, {"vocab": config.vocab_size}
-        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=("vocab", "embed"), rngs=rngs, dtype=dtype)
-        self.layers = stacked(lambda rngs: block(config, rngs=rngs, dtype=dtype), config.num_layers, rngs)
-        self.norm = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
+        """
+        Args:
+            norm: of the blocks, and after them if `final_norm`.
+            word: axis and size of embeddings and of the head's input, if not those of the hidden states.
+            block: what `Block` takes.
+        """
+        word = word or {"embed": config.hidden_size}
+        ((axis, size),) = word.items()
+        self.embed = Embedding(config.vocab_size, size, axes=("vocab", axis), rngs=rngs, dtype=dtype)
+        self.layers = stacked(
+            lambda rngs: Block(config, norm=norm, **block, rngs=rngs, dtype=dtype), config.num_layers, rngs
+        )
+        self.norm: Any = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype) if final_norm else None
+        vocab = {"vocab": config.vocab_size}
         tied = config.tie_word_embeddings
-        self.head = None if tied else Linear(hidden, vocab, bias=False, rngs=rngs, dtype=dtype)
+        self.head = None if tied else Linear(word, vocab, bias=head_bias, rngs=rngs, dtype=dtype)
 
     @abc.abstractmethod
     def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:

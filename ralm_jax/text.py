@@ -61,6 +61,18 @@ def parse_json(content: str | bytes, where: str) -> Any:
         raise RalmError(f"{where}: not JSON ({error})") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if there is no such file.
+
+    Raises:
+        RalmError: it is not one.
+    """
+    content = parse_json(path.read_bytes(), str(path)) if path.exists() else {}
+    if not isinstance(content, dict):
+        raise RalmError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
 def row_text(row: Any, where: str) -> str:
     """The text of a data set's row: itself, or its "text"."""
     text = row.get("text") if isinstance(row, dict) else row

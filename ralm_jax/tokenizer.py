@@ -6,6 +6,7 @@ stands in `prefix` and `suffix`, and whoever builds a window decides whether it 
 
 import functools
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import TOKENIZER_FILES, locate
-from ralm_jax.sources import GGUFFile, open_gguf
-from ralm_jax.text import parse_json
+from ralm_jax.sources.gguf import GGUFFile, open_gguf
+from ralm_jax.text import read_object, write_text
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ class Tokenizer:
             )
         return self.prefix[0] if self.prefix else None
 
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, as transformers reads them."""
+        made = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        before, after = ([made.id_to_token(i) for i in ids] for ids in (self.prefix, self.suffix))
+        if before or after:
+            ids = {made.id_to_token(i): i for i in (*self.prefix, *self.suffix)}
+            made.post_processor = processors.TemplateProcessing(
+                single=[*before, "$A", *after], special_tokens=list(ids.items())
+            )
+        made.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"bos_token": before[0]} if before else {})
+        write_text(str(folder / "tokenizer_config.json"), json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of vocabulary, merges, rules and special-token policy."""
@@ -80,8 +94,8 @@ class Tokenizer:
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model folder, .gguf file or Hugging Face id.
 
-    Folders hold tokenizer.json, tokenizer.model (SentencePiece) or vocab.json with merges.txt; naming one of these
-    files names its folder.
+    Folders hold tokenizer.json, tokenizer.model (SentencePiece), vocab.json with merges.txt, or vocab.txt (WordPiece);
+    naming one of these files names its folder.
 
     Raises:
         UsageError: no such folder, file or id, or no tokenizer in the folder.
@@ -97,10 +111,12 @@ def load_tokenizer(model: str) -> Tokenizer:
     elif (path / "tokenizer.model").exists():
         backend, adds_bos = from_sentencepiece(path / "tokenizer.model"), True
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
-        backend, adds_bos = from_vocab_and_merges(path, config), False
+        backend, adds_bos = from_vocab_and_merges(path, config), None
+    elif (path / "vocab.txt").exists():
+        backend, adds_bos = from_wordpiece(path / "vocab.txt", config), None
     else:
         raise UsageError(
-            f"{path}: no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt); "
+            f"{path}: no tokenizer (tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt); "
             "name a folder that has one with --tokenizer"
         )
     # The flag decides where it is stated; otherwise tokenizer.json's template, or the default of the kind.
@@ -111,14 +127,6 @@ def load_tokenizer(model: str) -> Tokenizer:
     if config.get("add_eos_token") is not None:
         suffix = (special_id(backend, config, "eos_token", path),) if config["add_eos_token"] else ()
     return Tokenizer(backend, prefix, suffix, str(path))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty if there is no such file."""
-    content = parse_json(path.read_bytes(), str(path)) if path.exists() else {}
-    if not isinstance(content, dict):
-        raise RalmError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
@@ -132,7 +140,7 @@ def from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """GPT-2's byte-level BPE, as GPT-2, GPT-Neo, GPT-J and OPT store it."""
+    """GPT-2's byte-level BPE, as GPT-2, GPT-Neo, GPT-J, OPT and RoBERTa store it."""
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:
@@ -143,7 +151,43 @@ def from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tokenizers.To
     names.add("<|endoftext|>")
     known = sorted(name for name in names if isinstance(name, str) and backend.token_to_id(name) is not None)
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in known])
+    if added.get("cls_token") and added.get("sep_token"):  # RoBERTa's
+        enclose(backend, folder, *(token_text(added[name]) for name in ("cls_token", "sep_token")))
     return backend
+
+
+def from_wordpiece(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """BERT's WordPiece."""
+    try:
+        model = models.WordPiece.from_file(str(path), unk_token="[UNK]", max_input_chars_per_word=100)
+    except Exception as error:
+        raise RalmError(f"{path}: cannot be read ({error})") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    special = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if backend.token_to_id(name) is not None]
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
+    enclose(backend, path, "[CLS]", "[SEP]")
+    return backend
+
+
+def enclose(backend: tokenizers.Tokenizer, path: Path, *tokens: str) -> None:
+    """Makes the two `tokens` stand before and after a text by default.
+
+    Raises:
+        RalmError: the vocabulary does not have them.
+    """
+    ids = [backend.token_to_id(token) for token in tokens]
+    if None in ids:
+        raise RalmError(f"{path}: the vocabulary has no {' or no '.join(tokens)}")
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{tokens[0]} $A {tokens[1]}", special_tokens=list(zip(tokens, ids, strict=True))
+    )
 
 
 def byte_level_bpe(model: models.BPE, pre_tokenizer: pre_tokenizers.PreTokenizer) -> tokenizers.Tokenizer:

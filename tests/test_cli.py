@@ -2,18 +2,25 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import ralm_jax
 from ralm_jax import cli
+from ralm_jax.reader import load_reader
 from ralm_jax.score_table import open_scores
+from ralm_jax.sharding import make_mesh
+from ralm_jax.tokenizer import load_tokenizer
 from tests import tiny
 
 SIZES = ["--window", "64", "--stride", "16", "--k", "3"]
@@ -261,6 +268,69 @@ class TestRefusals:
             ralm(*args)
         assert caught.value.code == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+class TestModels:
+    def test_inspect(self, place, capsys):
+        ralm("inspect", "model", "--json", "facts.json")
+        printed = capsys.readouterr().out
+        facts = json.loads(Path("facts.json").read_text())
+        assert "parameters        37,984\n" in printed
+        assert facts["parameters"] == sum(x.size for x in jax.tree.leaves(tiny.reader(tiny.GPT2).state)) == 37_984
+        assert (facts["family"], facts["context length"], facts["tied"]) == ("GPT-2", 256, "head to embedding")
+        assert (facts["weights"], facts["dtypes"], facts["loads"]) == ("model.safetensors", "F32 (40 tensors)", "yes")
+        assert facts["tokenizer"] == "WordLevel, 104 tokens"
+        assert facts["BOS policy"] == "nothing in front of a text, nothing after it"
+
+    def test_inspect_says_why_a_model_would_not_load(self, tmp_path, capsys):
+        folder = tiny.save_model(tmp_path / "m", replace(tiny.LLAMA, rope_factor=4.0), bos=True)
+        tiny.edit_tensors(folder, lambda t: t.pop("model.norm.weight"))
+        ralm("inspect", folder)
+        printed = capsys.readouterr().out
+        assert "norm.weight is missing (expected shape [32])" in printed
+        assert "rotary positions, base 10,000, linear scaling by 4" in printed
+        assert "'<s>' (1) in front of a text, '</s>' (2) after it" in printed
+        assert "tied              nothing" in printed
+
+    def test_inspect_a_named_size(self, capsys):
+        ralm("inspect", "llama2-70b")
+        printed = capsys.readouterr().out
+        assert "parameters        68,976,648,192" in printed
+        assert "weights" not in printed
+
+    @pytest.mark.parametrize("to", ["hf", "orbax"])
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    def test_convert(self, place, capsys, to, dtype):
+        ralm("convert", "model", "--out", "out", "--to", to, *(["--dtype", dtype] if dtype else []))
+        options = {"dtype": dtype or "float32", "mesh": make_mesh(data=1)}
+        reader, again = (load_reader(name, **options) for name in ("model", "out"))
+        tiny.assert_same(reader.state, again.state)
+        assert load_tokenizer("out").fingerprint == load_tokenizer("model").fingerprint
+        ralm("convert", "out", "--out", "back", "--to", "hf")
+        stored = load_file("back/model.safetensors")["transformer.wte.weight"]
+        assert stored.dtype == (dtype or "float32")
+        ralm("score", "--model", "out", "--text", "text.txt", "--out", "scores", *SIZES)
+        capsys.readouterr()
+        assert refused(capsys, "convert", "model", "--out", "out", "--to", to)[0] == 2
+
+    def test_convert_refuses_what_does_not_load(self, place, capsys):
+        Path("broken").mkdir()
+        for path in Path("model").iterdir():
+            shutil.copy(path, "broken")
+        tiny.edit_tensors(Path("broken"), lambda t: t.pop("transformer.ln_f.weight"))
+        for to in ("hf", "orbax"):
+            code, line = refused(capsys, "convert", "broken", "--out", "out", "--to", to)
+            assert (code, "ln_f.weight is missing" in line) == (1, True)
+            assert not Path("out").exists()
+        Path("file").write_text("mine")
+        assert refused(capsys, "convert", "model", "--out", "file", "--to", "hf")[0] == 2
+        assert Path("file").read_text() == "mine"
+
+    @pytest.mark.parametrize("name", tiny.READERS)
+    def test_every_reader_scores(self, place, name):
+        tiny.save_model(place / "reader", tiny.READERS[name])
+        ralm("score", "--model", "reader", "--text", "text.txt", "--out", "scores", *SIZES)
+        assert np.nanmax(open_scores("scores").target) < 0
 
 
 def test_version_and_help(capsys):

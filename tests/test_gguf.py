@@ -10,8 +10,8 @@ from gguf.quants import dequantize, quantize
 from ralm_jax.errors import RalmError
 from ralm_jax.reader import load_reader
 from ralm_jax.sharding import make_mesh
-from ralm_jax.sources import GGUF_NAMES
-from ralm_jax.weights import checkpoint, flat_state, stored_tensor
+from ralm_jax.sources.gguf import GGUF_NAMES
+from ralm_jax.weights import flat_state, hf_tensors, stored_tensor
 from tests import tiny
 
 CONFIG = replace(tiny.LLAMA, rope_factor=2.0, rope_theta=30000.0)
@@ -45,7 +45,7 @@ def write(path, *, config=CONFIG, kind=None, architecture="llama", extra=(), dro
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     names = {hf: ours for ours, hf in GGUF_NAMES.items()}
     leaves = flat_state(reader.state)
-    for name, (wanted, _) in checkpoint(reader.family, reader.state).items():
+    for name, wanted in hf_tensors(reader.family, reader.state).items():
         values = stored_tensor(wanted, leaves)
         stem, suffix = name.rsplit(".", 1)
         *_, layer = ["", *[part for part in stem.split(".") if part.isdigit()]]

@@ -39,9 +39,11 @@ def token_nll(scores, chosen):
     return [-scores.first_window, *(-row[~np.isnan(row)] for row in target)]
 
 
-def test_smiles(shared, tmp_path, one_device):
+@pytest.mark.parametrize("name", ["gpt2_smiles_0.5m", "opt_from_gpt2_smiles_0.5m", "gptneo_from_gpt2_smiles_0.5m"])
+def test_smiles(shared, tmp_path, one_device, name):
+    """GPT-2, and the same weights re-expressed in two other architectures."""
     folder = shared / "golden/smiles"
-    model = shared / "data/weights/gpt2_smiles_0.5m"
+    model = shared / "data/weights" / name
     expected, scores = run(folder, model, folder, tmp_path / "scores", one_device, k=8)
     for ours, theirs in NAMES.items():
         chosen = policies(zero_shot_tokens=16)[ours](scores)

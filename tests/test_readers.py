@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ralm_jax.errors import UsageError
-from ralm_jax.models.gpt2 import GPT2Config
-from ralm_jax.models.llama import LlamaConfig
-from ralm_jax.reader import abstract_reader
+from ralm_jax.model import abstract
+from ralm_jax.models import FAMILIES as FAMILIES_BY_TYPE
+from ralm_jax.models import SIZES
 from ralm_jax.rope import rotate_half
 from ralm_jax.sharding import make_mesh, on_mesh
 from ralm_jax.stack import scan_layers
@@ -69,18 +69,17 @@ def test_scan_is_the_loop_and_remat_changes_nothing(name):
     model = nnx.merge(reader.graphdef, reader.state)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 20, config.hidden_size)), jnp.float32)
     graphdef, state = nnx.split(model.layers)
-    args = (None,)
-    if config.model_type == "llama":
-        phases = jnp.ones((2, 20, 1, config.head_dim // 2)) * 0.6
-        args = (None, partial(rotate_half, phases=(phases, phases)))
+    phases = jnp.ones((2, 20, 1, config.head_dim // 2)) * 0.6
+    args = (None, partial(rotate_half, phases=(phases, phases)))
+    windows = jnp.arange(3, 3 + config.num_layers, dtype=jnp.int32)
     with on_mesh(reader.mesh):
         y = x
         for layer in range(config.num_layers):
-            y = nnx.merge(graphdef, jax.tree.map(lambda p, i=layer: p[i], state))(y, *args)
-        np.testing.assert_allclose(scan_layers(model.layers, x, *args), y, atol=1e-5)
+            y = nnx.merge(graphdef, jax.tree.map(lambda p, i=layer: p[i], state))(y, *args, windows[layer])
+        np.testing.assert_allclose(scan_layers(model.layers, x, *args, each=(windows,)), y, atol=1e-5)
 
         def loss(remat, state):
-            return scan_layers(nnx.merge(graphdef, state), x, *args, remat=remat).sum()
+            return scan_layers(nnx.merge(graphdef, state), x, *args, each=(windows,), remat=remat).sum()
 
         plain, again = (jax.jit(jax.grad(partial(loss, remat)))(state) for remat in (False, True))
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
@@ -98,8 +97,8 @@ def test_shards_are_one_device(name):
         ("layers.attention.q.kernel", PartitionSpec(None, "fsdp", "tensor", None)),
         ("layers.attention.o.kernel", PartitionSpec(None, "tensor", None, "fsdp")),
         ("layers.mlp.down.kernel", PartitionSpec(None, "tensor", "fsdp")),
-        ("embed.table", PartitionSpec("tensor", "fsdp")),
-        ("norm.scale", PartitionSpec("fsdp")),
+        ("embed.table", PartitionSpec("tensor", None if name == "opt-350m" else "fsdp")),
+        ("layers.attention_norm.scale", PartitionSpec(None, "fsdp")),
     ):
         assert leaves[path].sharding.is_equivalent_to(NamedSharding(mesh, spec), leaves[path].ndim), path
     ids = tokens((4, 24))
@@ -115,31 +114,25 @@ def test_every_parameter_has_a_logical_axis_for_every_dimension():
             assert axes[0] == ("layers" if path.startswith("layers.") else axes[0])
 
 
-SIZES = {
-    # parameters as the papers' and model cards' own figures round them, counted from their shapes
-    "gpt2-small": (
-        GPT2Config(vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
-                   mlp_size=3072, max_positions=1024, activation="gelu_new", norm_epsilon=1e-5,
-                   tie_word_embeddings=True, scale_attention=True),
-        124_439_808,
-    ),
-    "llama2-70b": (
-        LlamaConfig(vocab_size=32000, hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128,
-                    mlp_size=28672, max_positions=4096, activation="silu", norm_epsilon=1e-5,
-                    tie_word_embeddings=False, rope_theta=10000.0, rope_factor=1.0, attention_bias=False,
-                    mlp_bias=False),
-        68_976_648_192,
-    ),
+# Parameters of the published checkpoints, as transformers counts them (encoders without their poolers).
+PARAMETERS = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "gpt-neo-1.3b": 1_315_575_808, "gpt-neo-2.7b": 2_651_307_520, "gpt-j-6b": 6_050_882_784,
+    "opt-125m": 125_239_296, "opt-350m": 331_196_416, "opt-1.3b": 1_315_758_080, "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984, "opt-13b": 12_853_473_280, "opt-30b": 29_974_540_288, "opt-66b": 65_719_701_504,
+    "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320, "llama-33b": 32_528_943_616, "llama-65b": 65_285_660_672,
+    "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192,
+    "gpt-43b": 42_900_135_936, "bert-base": 108_891_648, "roberta-base": 124_055_040,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_parameter_counts_without_allocating(name):
-    config, expected = SIZES[name]
-    from ralm_jax.models import FAMILIES as families
-
-    _, state = abstract_reader(families[config.model_type], config, make_mesh(), "bfloat16")
-    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == expected
+def test_every_size_of_the_papers_has_its_parameters():
+    """Shapes alone: nothing is allocated."""
+    found = {}
+    for name, config in SIZES.items():
+        _, state = abstract(FAMILIES_BY_TYPE[config.model_type], config, make_mesh(), "bfloat16")
+        found[name] = sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert found == PARAMETERS
 
 
 def test_meshes_use_the_devices_they_are_asked_for():

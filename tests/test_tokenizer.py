@@ -285,3 +285,45 @@ def test_a_file_that_is_no_model(tmp_path):
     (tmp_path / "model.bin").write_text("x")
     with pytest.raises(UsageError, match="not this file"):
         load_tokenizer(str(tmp_path / "model.bin"))
+
+
+class TestEncoders:
+    """What BERT and RoBERTa put around a text, from each kind of file."""
+
+    def wordpiece(self, folder, **config):
+        folder.mkdir(exist_ok=True)
+        pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "so", "##wer", "naive", "we", "##nt", ".", "日", "So"]
+        (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    def test_vocab_txt(self, tmp_path):
+        tokenizer = load_tokenizer(self.wordpiece(tmp_path / "bert"))
+        assert (tokenizer.prefix, tokenizer.suffix) == ((2,), (3,))
+        assert tokenizer.encode("Sower naïve went. 日x [MASK]").tolist() == [5, 6, 7, 8, 9, 10, 11, 1, 4]
+
+    def test_cased(self, tmp_path):
+        tokenizer = load_tokenizer(self.wordpiece(tmp_path / "bert", do_lower_case=False))
+        assert tokenizer.encode("Sower sower").tolist() == [12, 6, 5, 6]
+
+    def test_vocab_txt_without_its_special_tokens(self, tmp_path):
+        folder = self.wordpiece(tmp_path / "bert")
+        (tmp_path / "bert" / "vocab.txt").write_text("[UNK]\nso\n")
+        with pytest.raises(RalmError, match=r"vocab\.txt: the vocabulary has no \[CLS\] or no \[SEP\]"):
+            load_tokenizer(folder)
+
+    def test_roberta(self, tmp_path):
+        folder = byte_level_files(tmp_path / "roberta", cls_token="<|endoftext|>", sep_token="</s>")
+        tokenizer = load_tokenizer(folder)
+        assert [tokenizer.backend.id_to_token(i) for i in (*tokenizer.prefix, *tokenizer.suffix)] == [
+            "<|endoftext|>", "</s>"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_saved_and_loaded_again(tmp_path, bos):
+    tokenizer = replace(tiny.tokenizer(), prefix=(1,) if bos else (), suffix=(2,) if bos else ())
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert (again.prefix, again.suffix) == (tokenizer.prefix, tokenizer.suffix)
+    assert again.encode(tiny.text(50)).tolist() == tokenizer.encode(tiny.text(50)).tolist()

@@ -8,13 +8,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import tokenizers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from ralm_jax.model import abstract
+from ralm_jax.models.encoder import BertConfig, RobertaConfig
 from ralm_jax.models.gpt2 import GPT2Config
+from ralm_jax.models.gpt_neo import GPTNeoConfig
+from ralm_jax.models.gptj import GPTJConfig
 from ralm_jax.models.llama import LlamaConfig
-from ralm_jax.reader import Reader, abstract_reader, random_reader
+from ralm_jax.models.opt import OPTConfig
+from ralm_jax.reader import Reader, random_reader
 from ralm_jax.sharding import make_mesh
 from ralm_jax.tokenizer import Tokenizer
+from ralm_jax.weights import flat_state
 
 WORDS = [f"{first}{second}" for first in "bdfklmnprst" for second in ("a", "e", "i", "o", "u", "an", "er", "il", "os")]
 
@@ -29,11 +37,40 @@ LLAMA = LlamaConfig(
     rope_factor=1.0, attention_bias=False, mlp_bias=False,
 )  # fmt: skip
 
+GPT_NEO = GPTNeoConfig(
+    vocab_size=128, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=8, mlp_size=64,
+    max_positions=256, activation="gelu_new", norm_epsilon=1e-5, tie_word_embeddings=True, local_window=8,
+    layer_kinds=("global", "local", "global", "local"),
+)  # fmt: skip
+
+GPTJ = GPTJConfig(
+    vocab_size=128, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, mlp_size=64,
+    max_positions=256, activation="gelu_new", norm_epsilon=1e-5, tie_word_embeddings=False, rotary_dim=4,
+)  # fmt: skip
+
+OPT = OPTConfig(
+    vocab_size=128, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, mlp_size=64,
+    max_positions=256, activation="relu", norm_epsilon=1e-5, tie_word_embeddings=True, word_size=32, pre_norm=True,
+    bias=True,
+)  # fmt: skip
+
+BERT = BertConfig(
+    vocab_size=128, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, mlp_size=64,
+    max_positions=64, activation="gelu", norm_epsilon=1e-12, token_types=2,
+)  # fmt: skip
+
+ROBERTA = RobertaConfig(**vars(BERT) | {"token_types": 1, "position_offset": 2})
+
 READERS = {
     "gpt2": GPT2,
     "gpt2-untied": replace(GPT2, tie_word_embeddings=False),
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tie_word_embeddings=True, rope_factor=4.0),
+    "gpt-neo": GPT_NEO,
+    "gptj": GPTJ,
+    "opt": OPT,
+    "opt-350m": replace(OPT, word_size=16, pre_norm=False),
+    "opt-untied-no-bias": replace(OPT, tie_word_embeddings=False, bias=False),
     "llama-mha-bias": replace(LLAMA, num_kv_heads=8, attention_bias=True, mlp_bias=True),
 }
 
@@ -86,9 +123,28 @@ def reader(config, seed: int = 0) -> Reader:
 
 def on(made: Reader, mesh) -> Reader:
     """The same reader on another mesh."""
-    _, abstract = abstract_reader(made.family, made.config, mesh)
-    state = jax.device_put(made.state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    _, placed = abstract(made.family, made.config, mesh)
+    state = jax.device_put(made.state, jax.tree.map(lambda leaf: leaf.sharding, placed))
     return replace(made, mesh=mesh, state=state)
+
+
+def assert_same(left: nnx.State, right: nnx.State) -> None:
+    for (path, a), (other, b) in zip(flat_state(left).items(), flat_state(right).items(), strict=True):
+        assert path == other
+        np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=path)
+
+
+def edit_tensors(folder: Path, change) -> None:
+    """Rewrites the single safetensors file of `folder` after `change(tensors)`."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def save_model(folder: Path, config, *, bos: bool = False, seed: int = 0) -> Path:

@@ -2,18 +2,16 @@
 grouped key/value heads; linear position interpolation where the configuration asks for it."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig
-from ralm_jax.keys import Family, Key
-from ralm_jax.layers import ACTIVATIONS, MLP, Attention, RMSNorm
+from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, to_heads
+from ralm_jax.layers import ACTIVATIONS, RMSNorm
 from ralm_jax.rope import rotary_phases, rotate_half, token_positions
 from ralm_jax.stack import Decoder, scan_layers
 
@@ -26,6 +24,14 @@ class LlamaConfig(ReaderConfig):
     mlp_bias: bool
 
     model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    hf_keys = {
+        "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+        "mlp_size": "intermediate_size", "max_positions": "max_position_embeddings", "activation": "hidden_act",
+        "norm_epsilon": "rms_norm_eps", "tie_word_embeddings": "tie_word_embeddings",
+        "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
+    }  # fmt: skip
     learned_positions = False
 
     @classmethod
@@ -38,45 +44,30 @@ class LlamaConfig(ReaderConfig):
         if head_dim % 2:
             raise file.unsupported("head_dim", head_dim, "an even number")
         theta, factor = rope_settings(file)
-        return cls(
-            vocab_size=file.integer("vocab_size"),
-            hidden_size=hidden,
-            num_layers=file.integer("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            mlp_size=file.integer("intermediate_size"),
-            max_positions=file.integer("max_position_embeddings"),
-            activation=file.choice("hidden_act", ACTIVATIONS, "silu"),
-            norm_epsilon=file.number("rms_norm_eps"),
-            tie_word_embeddings=file.flag("tie_word_embeddings", False),
-            rope_theta=theta,
-            rope_factor=factor,
-            attention_bias=file.flag("attention_bias", False),
-            mlp_bias=file.flag("mlp_bias", False),
+        stated = cls.stated(
+            file, num_kv_heads=heads, head_dim=head_dim, tie_word_embeddings=False, attention_bias=False, mlp_bias=False
         )
+        activation = file.choice("hidden_act", ACTIVATIONS, "silu")
+        return cls(**stated, activation=activation, rope_theta=theta, rope_factor=factor)
 
     def to_hf(self) -> dict[str, Any]:
         scaling = None if self.rope_factor == 1 else {"rope_type": "linear", "factor": self.rope_factor}
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp_size,
-            "max_position_embeddings": self.max_positions,
-            "hidden_act": self.activation,
-            "rms_norm_eps": self.norm_epsilon,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-        }
+        return super().to_hf() | {"rope_theta": self.rope_theta, "rope_scaling": scaling}
+
+    @property
+    def position_kind(self) -> str:
+        scaling = f"linear scaling by {self.rope_factor:g}" if self.rope_factor != 1 else "no scaling"
+        return f"rotary positions, base {self.rope_theta:,.0f}, {scaling}"
+
+    @classmethod
+    def sized(cls, num_layers: int, num_heads: int, hidden_size: int, mlp_size: int, **changes: float) -> Self:
+        values: dict[str, Any] = {
+            "vocab_size": 32000, "hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
+            "num_kv_heads": num_heads, "head_dim": hidden_size // num_heads, "mlp_size": mlp_size,
+            "max_positions": 4096, "activation": "silu", "norm_epsilon": 1e-5, "tie_word_embeddings": False,
+            "rope_theta": 10000.0, "rope_factor": 1.0, "attention_bias": False, "mlp_bias": False,
+        }  # fmt: skip
+        return cls(**values | changes)
 
 
 ROPE_TYPES = ("default", "linear")
@@ -98,22 +89,12 @@ def rope_settings(file: ConfigFile) -> tuple[float, float]:
     return theta, settings.number("factor") if kind == "linear" else 1.0
 
 
-class Block(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        bias, scale = config.attention_bias, config.head_dim**-0.5
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
-        self.attention = Attention(config, bias=bias, out_bias=bias, scale=scale, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype)
-        self.mlp = MLP(config, gated=True, bias=config.mlp_bias, rngs=rngs, dtype=dtype)
-
-    def __call__(self, x: jax.Array, valid: jax.Array | None, rotate: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), valid, rotate)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Llama(Decoder):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        super().__init__(config, Block, RMSNorm, rngs=rngs, dtype=dtype)
+        bias, mlp_bias = config.attention_bias, config.mlp_bias
+        super().__init__(
+            config, norm=RMSNorm, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, gated=True, rngs=rngs, dtype=dtype
+        )
         self.head_dim, self.theta, self.factor = config.head_dim, config.rope_theta, config.rope_factor
 
     def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
@@ -121,36 +102,40 @@ class Llama(Decoder):
         return self.norm(scan_layers(self.layers, self.embed(tokens), valid, partial(rotate_half, phases=phases)))
 
 
-# Linear stores (out, in). Hugging Face files hold query and key rows in rotate-half order already.
+# Hugging Face files hold query and key rows in rotate-half order already.
 FAMILY = Family(
+    name="Llama",
     config=LlamaConfig,
     model=Llama,
-    prefix="model.",
+    prefixes=("model.",),
     keys=(
         Key("embed_tokens.weight", "embed.table"),
         Key("layers.{}.input_layernorm.weight", "layers.attention_norm.scale"),
-        *(
-            key
-            for name in "qkv"
-            for key in (
-                Key(f"layers.{{}}.self_attn.{name}_proj.weight", f"layers.attention.{name}.kernel", "(n h) d -> d n h"),
-                Key(f"layers.{{}}.self_attn.{name}_proj.bias", f"layers.attention.{name}.bias", "(n h) -> n h"),
-            )
-        ),
-        Key("layers.{}.self_attn.o_proj.weight", "layers.attention.o.kernel", "d (n h) -> n h d"),
-        Key("layers.{}.self_attn.o_proj.bias", "layers.attention.o.bias"),
+        *to_heads("layers.{}.self_attn.q_proj", "layers.attention.q"),
+        *to_heads("layers.{}.self_attn.k_proj", "layers.attention.k"),
+        *to_heads("layers.{}.self_attn.v_proj", "layers.attention.v"),
+        *from_heads("layers.{}.self_attn.o_proj", "layers.attention.o"),
         Key("layers.{}.post_attention_layernorm.weight", "layers.mlp_norm.scale"),
-        *(
-            key
-            for name in ("gate", "up", "down")
-            for key in (
-                Key(f"layers.{{}}.mlp.{name}_proj.weight", f"layers.mlp.{name}.kernel", "o i -> i o"),
-                Key(f"layers.{{}}.mlp.{name}_proj.bias", f"layers.mlp.{name}.bias"),
-            )
-        ),
+        *linear("layers.{}.mlp.gate_proj", "layers.mlp.gate"),
+        *linear("layers.{}.mlp.up_proj", "layers.mlp.up"),
+        *linear("layers.{}.mlp.down_proj", "layers.mlp.down"),
         Key("norm.weight", "norm.scale"),
-        Key("lm_head.weight", "head.kernel", "v d -> d v", prefixed=False),
+        *HEAD,
     ),
-    tied=("embed_tokens.weight", "lm_head.weight"),
     ignored=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # computed from rope_theta
+    variants="1, 2 and their like: grouped key/value heads, tied or not, biases, linear rope scaling",
+    sizes={
+        "llama-7b": LlamaConfig.sized(32, 32, 4096, 11008, max_positions=2048, norm_epsilon=1e-6),
+        "llama-13b": LlamaConfig.sized(40, 40, 5120, 13824, max_positions=2048, norm_epsilon=1e-6),
+        "llama-33b": LlamaConfig.sized(60, 52, 6656, 17920, max_positions=2048, norm_epsilon=1e-6),
+        "llama-65b": LlamaConfig.sized(80, 64, 8192, 22016, max_positions=2048, norm_epsilon=1e-5),
+        "llama2-7b": LlamaConfig.sized(32, 32, 4096, 11008),
+        "llama2-13b": LlamaConfig.sized(40, 40, 5120, 13824),
+        "llama2-70b": LlamaConfig.sized(80, 64, 8192, 28672, num_kv_heads=8),
+        # Proprietary (Xu et al., 2023): 48 layers, hidden size 8,192, rotary, 4K and 43 billion parameters are known;
+        # heads, vocabulary and MLP are chosen to match. For shapes and memory, not for weights.
+        "gpt-43b": LlamaConfig.sized(48, 64, 8192, 21888, vocab_size=256000),
+    },
+    tied=("embed_tokens.weight", "lm_head.weight"),
+    narrow=True,
 )

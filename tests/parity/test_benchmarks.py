@@ -1,6 +1,7 @@
 """Benchmarks run, and what they compare is the same."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,25 @@ from pathlib import Path
 import pytest
 
 
+def figures(tmp_path, script, *options):
+    path = Path(__file__).parents[2] / "benchmarks" / script
+    command = [sys.executable, str(path), "--quick", "--json", str(tmp_path / "out.json"), *options]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "XLA_FLAGS": ""})  # one device
+    return json.loads((tmp_path / "out.json").read_text())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["smollm2", "gpt2-small"])
+@pytest.mark.parametrize("format", ["safetensors", "msgpack"])
+def test_loading(tmp_path, format):
+    found = figures(tmp_path, "loading.py", "--format", format)
+    assert found["model_mb"] == pytest.approx(found["checkpoint_mb"])
+    assert found["added_mb"] < found["bound_mb"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["smollm2", "gpt2"])
 def test_scoring(tmp_path, reader, smollm2_gguf):
-    script = Path(__file__).parents[2] / "benchmarks" / "scoring.py"
-    command = [sys.executable, str(script), "--quick", "--reader", reader, "--json", str(tmp_path / "out.json")]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    figures = json.loads((tmp_path / "out.json").read_text())
-    assert figures["largest_nll_difference"] < 2e-4
-    assert figures["ratio"] > 1.2
-    assert figures["ours_peak_mb"] < figures["loop_peak_mb"]
+    found = figures(tmp_path, "scoring.py", "--reader", reader)
+    assert found["largest_nll_difference"] < 2e-4
+    assert found["ratio"] > 1.2
+    assert found["ours_peak_mb"] < found["loop_peak_mb"]

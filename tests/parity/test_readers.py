@@ -21,6 +21,16 @@ LLAMA = {
 }  # fmt: skip
 GPT2 = {"vocab_size": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 200, "initializer_range": 0.15}
 
+NEO = {
+    "vocab_size": 96, "hidden_size": 48, "num_layers": 4, "num_heads": 4, "max_position_embeddings": 200,
+    "attention_types": [[["global", "local"], 2]], "window_size": 9, "initializer_range": 0.1,
+}  # fmt: skip
+GPTJ = {"vocab_size": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 200, "initializer_range": 0.15}
+OPT = {
+    "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 80,
+    "max_position_embeddings": 200, "word_embed_proj_dim": 48, "init_std": 0.15,
+}  # fmt: skip
+
 
 def llama(**values):
     return transformers.LlamaConfig(**(LLAMA | values))
@@ -49,6 +59,15 @@ VARIANTS = {
     "gpt2-inner-eps-relu": transformers.GPT2Config(
         **GPT2, n_inner=70, layer_norm_epsilon=1e-3, activation_function="relu"
     ),
+    "gpt-neo": transformers.GPTNeoConfig(**NEO),
+    "gpt-neo-local-first": transformers.GPTNeoConfig(
+        **(NEO | {"attention_types": [[["local"], 2], [["global"], 2]], "intermediate_size": 70})
+    ),
+    "gptj": transformers.GPTJConfig(**GPTJ, rotary_dim=8),
+    "gptj-whole-heads": transformers.GPTJConfig(**GPTJ, rotary_dim=12, n_inner=70),
+    "opt": transformers.OPTConfig(**OPT),
+    "opt-350m": transformers.OPTConfig(**(OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False})),
+    "opt-untied-no-bias": transformers.OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
     "gpt2-unscaled": transformers.GPT2Config(**(GPT2 | {"initializer_range": 0.1}), scale_attn_weights=False),
 }  # fmt: skip
 
@@ -109,7 +128,13 @@ def test_export_reloads_in_transformers(pair, tmp_path):
     np.testing.assert_array_equal(torch_logits(again.eval(), ids), torch_logits(model, ids))
 
 
-@pytest.mark.parametrize("name", ["gpt2_smiles_0.2m", "gpt2_smiles_0.5m", "stories260K/hf"])
+REAL = [
+    "gpt2_smiles_0.2m", "gpt2_smiles_0.5m", "stories260K/hf", "gptneo_from_gpt2_smiles_0.5m",
+    "opt_from_gpt2_smiles_0.5m", "gptj_tiny", "opt_tiny", "gpt_neo_tiny",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
 def test_real_weights(shared, name):
     folder = shared / "data/weights" / name
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -23,6 +23,6 @@ def test_smollm2_on_wikitext(shared, smollm2_gguf, tmp_path, one_device):
         return log_probs.gather(1, torch.tensor(ids[0, 1:, None].astype(np.int64)))[:, 0].numpy()
 
     with torch.no_grad():
-        expected = label_log_probs(model(torch.tensor(ids.astype(np.int64))).logits)
+        expected = label_log_probs(model(torch.tensor(ids.astype(np.int64))).logits.numpy())
     np.testing.assert_allclose(label_log_probs(reader.logits(ids)), expected, atol=2e-4)
     assert np.exp(-expected.mean()) == pytest.approx(13.7547, rel=1e-4)

@@ -1,0 +1,99 @@
+"""What a model is, without loading it: `ralm inspect`."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ralm_jax import checkpoint, weights
+from ralm_jax.config import ModelConfig
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.hub import locate
+from ralm_jax.keys import Family
+from ralm_jax.model import abstract, config_file, family_of
+from ralm_jax.models import ENCODERS, FAMILIES, READERS, SIZES
+from ralm_jax.sharding import make_mesh
+from ralm_jax.sources import open_source
+from ralm_jax.tokenizer import load_tokenizer
+
+
+def describe(model: str) -> dict[str, Any]:
+    """Facts by name: of the configuration, and unless `model` is a name in `SIZES`, of its weights and tokenizer.
+
+    Raises:
+        UsageError: no such model.
+        RalmError: a configuration that is not supported.
+    """
+    if model in SIZES and not Path(model).exists():
+        config = SIZES[model]
+        return config_facts(FAMILIES[config.model_type], config)
+    path = locate(model)
+    family, config = family_of(config_file(path), FAMILIES)
+    return config_facts(family, config) | weight_facts(family, config, path) | tokenizer_facts(model, config)
+
+
+def support_table() -> str:
+    """The README's table of what is supported, from the registry."""
+    rows = ["| | model | variants | named sizes |", "|---|---|---|---|"]
+    for role, families in (("reader", READERS), ("encoder", ENCODERS)):
+        for family in {family.name: family for family in families.values()}.values():
+            sizes = ", ".join(f"`{name}`" for name in family.sizes)
+            rows.append(f"| {role} | {family.name} | {family.variants} | {sizes} |")
+    return "\n".join(rows)
+
+
+def config_facts(family: Family, config: ModelConfig) -> dict[str, Any]:
+    _, state = abstract(family, config, make_mesh(data=1))
+    tied = getattr(config, "tie_word_embeddings", None)
+    return {
+        "family": family.name,
+        "parameters": sum(math.prod(leaf.shape) for leaf in weights.flat_state(state).values()),
+        "layers": config.num_layers,
+        "hidden size": config.hidden_size,
+        "heads": config.num_heads,
+        "key/value heads": config.num_kv_heads,
+        "head dimensions": config.head_dim,
+        "MLP size": config.mlp_size,
+        "activation": config.activation,
+        "vocabulary": config.vocab_size,
+        "context length": config.max_positions,
+        "positions": config.position_kind,
+        **({} if tied is None else {"tied": "head to embedding" if tied else "nothing"}),
+    }
+
+
+def weight_facts(family: Family, config: ModelConfig, path: Path) -> dict[str, Any]:
+    """Format and dtypes of the weights, and whether they fit."""
+    if checkpoint.there(path):
+        return {"weights": "Orbax", "dtypes": checkpoint.dtype(path)}
+    try:
+        source = open_source(path)
+        _, state = abstract(family, config, make_mesh(data=1))
+        weights.match(family, state, config, source, str(path))
+    except RalmError as error:
+        return {"loads": f"no: {error}"}
+    files = sorted({info.file for info in source.tensors.values()})
+    dtypes = Counter(info.stored or info.dtype for info in source.tensors.values())
+    return {
+        "weights": files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} the first",
+        "dtypes": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in dtypes.most_common()),
+        "loads": "yes",
+    }
+
+
+def tokenizer_facts(model: str, config: ModelConfig) -> dict[str, Any]:
+    """Kind and size of the tokenizer, and what it puts around a text."""
+    try:
+        tokenizer = load_tokenizer(model)
+    except UsageError:
+        return {"tokenizer": "none there"}
+    except RalmError as error:
+        return {"tokenizer": f"cannot be used: {error}"}
+    name = tokenizer.backend.id_to_token
+    before, after = ([f"{name(i)!r} ({i})" for i in ids] for ids in (tokenizer.prefix, tokenizer.suffix))
+    size = tokenizer.backend.get_vocab_size()
+    return {
+        "tokenizer": f"{type(tokenizer.backend.model).__name__}, {size:,} tokens",
+        "BOS policy": f"{' '.join(before) or 'nothing'} in front of a text, {' '.join(after) or 'nothing'} after it",
+        **({"warning": f"the tokenizer has more tokens than the model ({size:,})"} if size > config.vocab_size else {}),
+    }

@@ -1,0 +1,108 @@
+"""What readers and encoders have in common: a family's module with weights, loaded strictly and placed on a mesh."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from ralm_jax import checkpoint, weights
+from ralm_jax.config import ConfigFile, ModelConfig
+from ralm_jax.keys import Family
+from ralm_jax.sharding import abstract_model, make_mesh, on_mesh
+from ralm_jax.sources import open_source
+from ralm_jax.sources.gguf import gguf_config, open_gguf
+
+log = logging.getLogger("ralm")
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's definition and parameters, ready for any jit: pass `graphdef` as a static argument, `state` as data."""
+
+    name: str
+    family: Family
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    mesh: Mesh
+    dtype: str
+    fingerprint: str  # of the weights
+
+    def save(self, folder: Path) -> None:
+        """Writes the model as a Hugging Face folder (without tokenizer)."""
+        weights.save(folder, self.family, self.config, self.state)
+
+
+def matmul_precision(dtype: DTypeLike) -> Any:
+    """Float32 means float32: TPUs and GPUs would otherwise round the factors of a product."""
+    return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
+
+
+def config_file(path: Path) -> ConfigFile:
+    """The configuration of a model folder or .gguf file, in Hugging Face's terms.
+
+    Raises:
+        RalmError: there is none, or it is damaged.
+    """
+    return gguf_config(open_gguf(path)) if path.is_file() else ConfigFile.read(path)
+
+
+def family_of(file: ConfigFile, families: Mapping[str, Family]) -> tuple[Family, ModelConfig]:
+    """The family and configuration of a model.
+
+    Raises:
+        RalmError: a family that is not one of `families`, or a value that no model here implements.
+    """
+    family = families[file.choice("model_type", families)]
+    return family, family.config.from_hf(file)
+
+
+def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str, mesh: Mesh | None) -> Model:
+    """Loads the model at `path` onto a mesh (default: all devices share the batch).
+
+    Raises:
+        RalmError: the model cannot be loaded exactly; the message says why.
+    """
+    family, config = family_of(config_file(path), families)
+    mesh = mesh or make_mesh()
+    graphdef, state = abstract(family, config, mesh, dtype)
+    if dtype == "float16" and family.narrow:
+        log.warning("%s: activations of %s are known to overflow float16; bfloat16 is safe", name, family.name)
+    with on_mesh(mesh):
+        if checkpoint.there(path):
+            state, fingerprint = checkpoint.restore(path, state)
+        else:
+            source = open_source(path)
+            state, fingerprint = weights.load(family, state, config, source, str(path)), source.fingerprint()
+    return Model(name, family, config, graphdef, state, mesh, dtype, fingerprint)
+
+
+def abstract(family: Family, config: ModelConfig, mesh: Mesh, dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
+    """Definition and state of a model as shapes, dtypes and shardings; nothing is allocated."""
+    make: Any = family.model
+    return abstract_model(lambda: make(config, rngs=nnx.Rngs(0), dtype=DTYPES[dtype]), mesh)
+
+
+def random_model(
+    family: Family, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None
+) -> Model:
+    """A model with random weights, for tests and benchmarks of any size."""
+    mesh = mesh or make_mesh()
+    graphdef, state = abstract(family, config, mesh, dtype)
+    make: Any = family.model
+
+    def initial_state() -> nnx.State:
+        return nnx.state(make(config, rngs=nnx.Rngs(seed), dtype=DTYPES[dtype]))
+
+    with on_mesh(mesh):
+        state = jax.jit(initial_state, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state))()
+    return Model("random", family, config, graphdef, state, mesh, dtype, f"random {seed}")
