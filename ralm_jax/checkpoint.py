@@ -4,7 +4,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -41,9 +40,12 @@ def metadata(folder: Path) -> dict[str, Any]:
     path = (folder / FOLDER).absolute()
     with checkpointer() as orbax:
         try:
-            return orbax.metadata(path).item_metadata.tree
-        except (ValueError, OSError, KeyError, AttributeError) as error:
+            found = orbax.metadata(path).item_metadata
+        except Exception as error:  # Orbax raises whatever its stores do
             raise RalmError(f"{path}: not a whole Orbax checkpoint ({first_line(error)})") from None
+    if found is None or not found.tree:
+        raise RalmError(f"{path}: not a whole Orbax checkpoint (no parameters)")
+    return found.tree
 
 
 def dtype(folder: Path) -> str:
@@ -58,23 +60,24 @@ def restore(folder: Path, state: nnx.State) -> tuple[nnx.State, str]:
         RalmError: it is damaged, or holds other parameters.
     """
     path = (folder / FOLDER).absolute()
+    check(folder, state)
     wanted = {name: leaf.get_value() for name, leaf in flat_state(state).items()}
-    check(folder, wanted, metadata(folder))
     with checkpointer() as orbax:
         try:
             arrays = orbax.restore(path, wanted)
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:
             raise RalmError(f"{path}: not a whole Orbax checkpoint ({first_line(error)})") from None
     leaves = {path: leaf.replace(arrays[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)}
     return nnx.from_flat_state(leaves), fingerprint(path)
 
 
-def check(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct], found: dict[str, Any]) -> None:
-    """Refuses a checkpoint of other parameters; all problems are in one message.
+def check(folder: Path, state: nnx.State) -> None:
+    """Refuses a checkpoint of other parameters than those of the abstract `state`.
 
     Raises:
-        RalmError: naming them.
+        RalmError: naming all that is wrong.
     """
+    wanted, found = {name: leaf.get_value() for name, leaf in flat_state(state).items()}, metadata(folder)
     wrong = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     wrong += [f"{name} is unknown" for name in found.keys() - wanted.keys()]
     wrong += [

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -47,10 +47,10 @@ class ConfigFile:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
-        value = float(self._get(key, default, (int, float)))
-        if not 0 < value < math.inf:
+        value = self._get(key, default, (int, float))
+        if not 0 < value < sys.float_info.max:
             raise self.unsupported(key, value, "a number above 0")
-        return value
+        return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         return self._get(key, default, bool)

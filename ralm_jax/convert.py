@@ -1,5 +1,6 @@
 """A model in another format: Hugging Face's folder, or Orbax for pods."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -8,16 +9,20 @@ from typing import Literal
 import numpy as np
 
 from ralm_jax import checkpoint, weights
+from ralm_jax.config import ConfigFile
+from ralm_jax.encoder import stated_recipe, transformer_folder, write_recipe
 from ralm_jax.errors import UsageError
 from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.model import DTYPES, abstract, config_file, family_of, load_model
-from ralm_jax.models import FAMILIES
+from ralm_jax.models import ENCODERS, FAMILIES
 from ralm_jax.sharding import make_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.sources.base import FLOATS
+from ralm_jax.sources.gguf import open_gguf
 from ralm_jax.tokenizer import load_tokenizer
 
 Format = Literal["hf", "orbax"]
+SHARD_BYTES = 1 << 30
 
 
 def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
@@ -25,28 +30,41 @@ def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
 
     Args:
         model: as `load_reader` takes it; an encoder too.
-        to: "hf", config.json and safetensors as transformers reads them, written a shard at a time without the model
-            ever being in memory; or "orbax", which each device of a mesh reads its own part of.
+        to: "hf", config.json and safetensors as transformers reads them, with no more than a shard of 1 GB in memory;
+            or "orbax", which each device of a mesh reads its own part of.
         dtype: "float32", "bfloat16" or "float16"; None for as it is stored.
 
     Raises:
         UsageError: no such model, or `out` has something in it.
         RalmError: the model cannot be loaded exactly, or `out` cannot be written.
     """
-    folder, path = Path(out).expanduser(), locate(model)
+    root, folder = locate(model), Path(out).expanduser()
+    path = transformer_folder(root)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{out}: exists and is not an empty folder; choose another")
+    file = config_file(path)
+    recipe = stated_recipe(root) if family_of(file, FAMILIES)[0].config.model_type in ENCODERS else None
+    tokenizer = load_tokenizer(model) if path.is_file() and has_tokenizer(path) else None  # may be refused: before work
+
     if to == "hf" and not checkpoint.there(path):
         convert_tensors(path, folder, dtype)
     else:
-        loaded = load_model(model, path, FAMILIES, dtype or stored_dtype(path), None)
+        loaded = load_model(model, path, FAMILIES, dtype or stored_dtype(path), make_mesh(data=1))
         if to == "hf":
             loaded.save(folder)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save(folder, loaded.state)
             weights.write_config(folder, loaded.config)
-    copy_tokenizer(model, path, folder)
+
+    add_token_ids(folder / "config.json", file)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (path / name).is_file():
+            shutil.copyfile(path / name, folder / name)
+    if recipe is not None and recipe[0] is not None:
+        write_recipe(folder, recipe[0], *recipe[1:])
 
 
 def convert_tensors(path: Path, folder: Path, dtype: str | None) -> None:
@@ -67,7 +85,7 @@ def convert_tensors(path: Path, folder: Path, dtype: str | None) -> None:
         stored = source.read(entries[name].name, ())
         return weights.cast(stored, made_dtype(source.tensors[entries[name].name].dtype, dtype), name)
 
-    weights.write_hf(folder, config, sizes, read)
+    weights.write_hf(folder, config, sizes, read, SHARD_BYTES)
 
 
 def stored_dtype(path: Path) -> str:
@@ -83,11 +101,11 @@ def made_dtype(stored: str, wanted: str | None) -> np.dtype:
     return np.dtype(FLOATS[stored] if wanted is None else DTYPES[wanted])
 
 
-def copy_tokenizer(model: str, path: Path, folder: Path) -> None:
-    """The tokenizer's own files, or what a GGUF file says as tokenizer.json; nothing where there is none."""
-    if path.is_file():
-        load_tokenizer(model).save(folder)
-        return
-    for name in TOKENIZER_FILES:
-        if (path / name).exists():
-            shutil.copyfile(path / name, folder / name)
+def has_tokenizer(path: Path) -> bool:
+    return open_gguf(path).get("tokenizer.ggml.model") is not None
+
+
+def add_token_ids(path: Path, source: ConfigFile) -> None:
+    """Keeps the ids of special tokens, which generation needs, in a converted config.json."""
+    ids = {key: source.values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source.values}
+    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n", encoding="utf-8")

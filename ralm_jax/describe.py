@@ -7,13 +7,15 @@ from typing import Any
 
 from ralm_jax import checkpoint, weights
 from ralm_jax.config import ModelConfig
+from ralm_jax.encoder import UNLIMITED, stated_recipe, transformer_folder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import locate
 from ralm_jax.keys import Family
 from ralm_jax.model import abstract, config_file, family_of
 from ralm_jax.models import ENCODERS, FAMILIES, READERS, SIZES
+from ralm_jax.models.encoder import BertConfig
 from ralm_jax.sharding import make_mesh
-from ralm_jax.sources import open_source
+from ralm_jax.sources import FORMATS, open_source
 from ralm_jax.tokenizer import load_tokenizer
 
 
@@ -27,9 +29,15 @@ def describe(model: str) -> dict[str, Any]:
     if model in SIZES and not Path(model).exists():
         config = SIZES[model]
         return config_facts(FAMILIES[config.model_type], config)
-    path = locate(model)
+    root = locate(model, weights=False)
+    path = transformer_folder(root)
     family, config = family_of(config_file(path), FAMILIES)
-    return config_facts(family, config) | weight_facts(family, config, path) | tokenizer_facts(model, config)
+    local = Path(model).expanduser().exists() or checkpoint.there(path) or any(fmt.there(path) for fmt in FORMATS)
+    facts = config_facts(family, config)
+    facts |= weight_facts(family, config, path) if local else {"weights": "on the hub, not fetched"}
+    if isinstance(config, BertConfig):
+        facts |= recipe_facts(root)
+    return facts | tokenizer_facts(model, config)
 
 
 def support_table() -> str:
@@ -64,11 +72,12 @@ def config_facts(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 def weight_facts(family: Family, config: ModelConfig, path: Path) -> dict[str, Any]:
     """Format and dtypes of the weights, and whether they fit."""
-    if checkpoint.there(path):
-        return {"weights": "Orbax", "dtypes": checkpoint.dtype(path)}
+    _, state = abstract(family, config, make_mesh(data=1))
     try:
+        if checkpoint.there(path):
+            checkpoint.check(path, state)
+            return {"weights": "Orbax", "dtypes": checkpoint.dtype(path), "loads": "yes"}
         source = open_source(path)
-        _, state = abstract(family, config, make_mesh(data=1))
         weights.match(family, state, config, source, str(path))
     except RalmError as error:
         return {"loads": f"no: {error}"}
@@ -79,6 +88,16 @@ def weight_facts(family: Family, config: ModelConfig, path: Path) -> dict[str, A
         "dtypes": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in dtypes.most_common()),
         "loads": "yes",
     }
+
+
+def recipe_facts(root: Path) -> dict[str, Any]:
+    """How an encoder's files say that a text's vector is made."""
+    try:
+        pooling, normalize, longest = stated_recipe(root)
+    except RalmError as error:
+        return {"loads": f"no: {error}"}
+    limit = {} if longest == UNLIMITED else {"longest text": f"{longest:,} tokens"}
+    return {"pooling": pooling or "not stated", "normalized": "yes" if normalize else "no", **limit}
 
 
 def tokenizer_facts(model: str, config: ModelConfig) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """An encoder: texts' tokens in, vectors out, by the recipe that its checkpoint states."""
 
 import functools
+import json
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 from ralm_jax.config import ConfigFile
 from ralm_jax.errors import RalmError
 from ralm_jax.hub import locate
-from ralm_jax.model import Model, load_model, matmul_precision
+from ralm_jax.model import Model, load_model, matmul_precision, warn_of_overflow
 from ralm_jax.models import ENCODERS
 from ralm_jax.models.encoder import POOLING
 from ralm_jax.sharding import on_mesh
-from ralm_jax.text import parse_json, read_object
+from ralm_jax.text import parse_json, read_object, write_text
 
 log = logging.getLogger("ralm")
 
 Pooling = Literal["cls", "mean"]
+UNLIMITED = 1 << 30  # tokens of a text where nothing but the positions limits it
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def text_vectors(
 ) -> jax.Array:
     hidden = hidden_states(graphdef, state, tokens, valid).astype(jnp.float32)
     vectors = POOLING[pooling](hidden, valid)
-    return vectors / jnp.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+    return vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=1, keepdims=True), 1e-12) if normalize else vectors
 
 
 def load_encoder(
@@ -105,12 +108,13 @@ def load_encoder(
     root = locate(model)
     stated, normalized, longest = stated_recipe(root)
     loaded = load_model(model, transformer_folder(root), ENCODERS, dtype, mesh)
+    warn_of_overflow(loaded)
     if pooling is None and stated is None:
         log.warning("%s: does not say how to pool hidden states; taking their mean", model)
     recipe = Recipe(
         pooling=pooling or stated or "mean",
         normalize=normalized if normalize is None else normalize,
-        max_tokens=min(longest or loaded.config.max_positions, loaded.config.max_positions),
+        max_tokens=min(longest, loaded.config.max_positions),
     )
     return Encoder(**vars(loaded), recipe=recipe)
 
@@ -144,26 +148,50 @@ def modules(root: Path) -> list[tuple[str, str]]:
     return found
 
 
-def stated_recipe(root: Path) -> tuple[Pooling | None, bool, int | None]:
-    """Pooling, normalisation and longest text that the files in `root` state; None for what they do not.
+def stated_recipe(root: Path) -> tuple[Pooling | None, bool, int]:
+    """Pooling (None where it is not stated), normalisation and longest text that the files in `root` state.
 
     Raises:
         RalmError: another pooling than by [CLS] or mean.
     """
     listed = dict(modules(root))
     config = ConfigFile.read(transformer_folder(root))
-    classes = " ".join(config.values.get("architectures") or [])
-    pooling: Pooling | None = "cls" if "DPR" in classes else "mean" if "Contriever" in classes else None
+    contriever = config.values.get("architectures") == ["Contriever"]
+    dpr = config.values.get("model_type") == "dpr"
+    pooling: Pooling | None = "cls" if dpr else "mean" if contriever else None
     if "Pooling" in listed:
         pooling = stated_pooling(ConfigFile.read(root / listed["Pooling"]))
-    longest = read_object(transformer_folder(root) / "sentence_bert_config.json").get("max_seq_length")
+    path = transformer_folder(root) / "sentence_bert_config.json"
+    longest = ConfigFile(read_object(path), str(path)).integer("max_seq_length", UNLIMITED)
     return pooling, "Normalize" in listed, longest
 
 
 def stated_pooling(file: ConfigFile) -> Pooling:
     """The pooling of a sentence-transformers model."""
-    modes = {key for key, on in file.values.items() if key.startswith("pooling_mode") and on is True}
-    known: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-    if len(modes) != 1 or not modes <= set(known):
-        raise file.unsupported("pooling", sorted(modes), "one of " + ", ".join(known))
-    return known[modes.pop()]
+    stated = file.values.get("pooling_mode")  # a name or a list of names; in older files a flag for each
+    flags = [
+        re.sub(r"pooling_mode_(\w+?)_tokens?", r"\1", key)
+        for key, on in file.values.items()
+        if key.startswith("pooling_mode_") and on is True
+    ]
+    modes = [stated] if isinstance(stated, str) else stated or flags or ["mean"]
+    for pooling in get_args(Pooling):
+        if modes == [pooling]:
+            return pooling
+    raise file.unsupported("pooling", modes, ", ".join(POOLING))
+
+
+def write_recipe(folder: Path, pooling: Pooling, normalize: bool, max_tokens: int) -> None:
+    """States the recipe of the encoder in `folder` as sentence-transformers does."""
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), *([("Normalize", "2_Normalize")] if normalize else [])]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    (folder / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{mode}": mode.startswith(pooling) for mode in ("cls_token", "mean_tokens")}
+    write_text(str(folder / "modules.json"), json.dumps(listed, indent=2) + "\n")
+    write_text(str(folder / "1_Pooling" / "config.json"), json.dumps(modes, indent=2) + "\n")
+    if max_tokens != UNLIMITED:
+        limits = {"max_seq_length": max_tokens, "do_lower_case": False}
+        write_text(str(folder / "sentence_bert_config.json"), json.dumps(limits) + "\n")

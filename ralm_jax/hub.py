@@ -14,7 +14,14 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
 )
-DESCRIPTIONS = ("config.json", "modules.json", "sentence_bert_config.json", "*_Pooling/config.json", *TOKENIZER_FILES)
+DESCRIPTIONS = (
+    "config.json",
+    "generation_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "*_Pooling/config.json",
+    *TOKENIZER_FILES,
+)
 WEIGHTS = ("model*.safetensors*", "flax_model*.msgpack*", "pytorch_model*.bin*")  # in order of preference
 
 

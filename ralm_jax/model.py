@@ -75,8 +75,6 @@ def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str
     family, config = family_of(config_file(path), families)
     mesh = mesh or make_mesh()
     graphdef, state = abstract(family, config, mesh, dtype)
-    if dtype == "float16" and family.narrow:
-        log.warning("%s: activations of %s are known to overflow float16; bfloat16 is safe", name, family.name)
     with on_mesh(mesh):
         if checkpoint.there(path):
             state, fingerprint = checkpoint.restore(path, state)
@@ -84,6 +82,13 @@ def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str
             source = open_source(path)
             state, fingerprint = weights.load(family, state, config, source, str(path)), source.fingerprint()
     return Model(name, family, config, graphdef, state, mesh, dtype, fingerprint)
+
+
+def warn_of_overflow(model: Model) -> None:
+    if model.dtype == "float16" and model.family.narrow:
+        log.warning(
+            "%s: activations of %s are known to overflow float16; bfloat16 is safe", model.name, model.family.name
+        )
 
 
 def abstract(family: Family, config: ModelConfig, mesh: Mesh, dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:

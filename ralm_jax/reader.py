@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ReaderConfig
 from ralm_jax.hub import locate
-from ralm_jax.model import Model, load_model, matmul_precision, random_model
+from ralm_jax.model import Model, load_model, matmul_precision, random_model, warn_of_overflow
 from ralm_jax.models import READERS
 from ralm_jax.sharding import on_mesh
 
@@ -45,7 +45,9 @@ def load_reader(model: str, *, dtype: str = "float32", mesh: Mesh | None = None)
         UsageError: no such model.
         RalmError: the model cannot be loaded exactly; the message says why.
     """
-    return Reader(**vars(load_model(model, locate(model), READERS, dtype, mesh)))
+    loaded = load_model(model, locate(model), READERS, dtype, mesh)
+    warn_of_overflow(loaded)
+    return Reader(**vars(loaded))
 
 
 def random_reader(config: ReaderConfig, *, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None) -> Reader:

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.sources.gguf import GGUFFile, open_gguf
 from ralm_jax.text import read_object, write_text
@@ -103,6 +103,18 @@ def load_tokenizer(model: str) -> Tokenizer:
     """
     named = Path(model).expanduser()
     path = named.parent if named.is_file() and named.name in TOKENIZER_FILES else locate(model, weights=False)
+    try:
+        return read_tokenizer(path)
+    except RalmError:
+        raise
+    except BaseException as error:  # the library raises bare Exception, and a panic that is not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RalmError(f"{path}: the tokenizer cannot be read ({first_line(error)})") from None
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """As `load_tokenizer`, with whatever the libraries raise."""
     if path.is_file():
         return gguf_tokenizer(open_gguf(path))
     config = read_object(path / "tokenizer_config.json")

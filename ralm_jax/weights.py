@@ -36,14 +36,14 @@ def flat_state(state: nnx.State) -> dict[str, nnx.Param]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Match:
     """A tensor of the checkpoint, matched: what it is, and the file's own name for it."""
 
     wanted: Wanted
     name: str
 
 
-def match(family: Family, state: nnx.State, config: ModelConfig, source: TensorSource, where: str) -> list[Entry]:
+def match(family: Family, state: nnx.State, config: ModelConfig, source: TensorSource, where: str) -> list[Match]:
     """Pairs every parameter with a tensor of `source`.
 
     Raises:
@@ -75,7 +75,7 @@ def match(family: Family, state: nnx.State, config: ModelConfig, source: TensorS
             wrong.append(f"{own} in {info.file} has shape {list(info.shape)}, expected {list(wanted.shape)}")
         elif info.dtype not in FLOATS:
             wrong.append(f"{own} in {info.file} is {info.dtype}, expected one of {', '.join(FLOATS)}")
-        entries.append(Entry(wanted, own))
+        entries.append(Match(wanted, own))
     unknown = [
         f"{own} in {source.tensors[own].file} is unknown to {config.model_type}"
         for bare, own in available.items()
@@ -138,7 +138,7 @@ def load(family: Family, state: nnx.State, config: ModelConfig, source: TensorSo
 
 
 def read_part(
-    source: TensorSource, entry: Entry, part: int, shape: tuple[int, ...], dtype: Any, sharding: Any
+    source: TensorSource, entry: Match, part: int, shape: tuple[int, ...], dtype: Any, sharding: Any
 ) -> jax.Array:
     """Part `part` of a tensor as an array on the devices; each device's slice is read by itself."""
     key = entry.wanted.key

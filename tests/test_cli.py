@@ -301,12 +301,16 @@ class TestModels:
     @pytest.mark.parametrize("to", ["hf", "orbax"])
     @pytest.mark.parametrize("dtype", [None, "bfloat16"])
     def test_convert(self, place, capsys, to, dtype):
+        Path("model").unlink()
+        tiny.save_model(Path("model"), tiny.GPT2)
+        tiny.edit_config(Path("model"), eos_token_id=7)
         ralm("convert", "model", "--out", "out", "--to", to, *(["--dtype", dtype] if dtype else []))
         options = {"dtype": dtype or "float32", "mesh": make_mesh(data=1)}
         reader, again = (load_reader(name, **options) for name in ("model", "out"))
         tiny.assert_same(reader.state, again.state)
         assert load_tokenizer("out").fingerprint == load_tokenizer("model").fingerprint
         ralm("convert", "out", "--out", "back", "--to", "hf")
+        assert json.loads(Path("back/config.json").read_text())["eos_token_id"] == 7
         stored = load_file("back/model.safetensors")["transformer.wte.weight"]
         assert stored.dtype == (dtype or "float32")
         ralm("score", "--model", "out", "--text", "text.txt", "--out", "scores", *SIZES)

@@ -151,7 +151,7 @@ class TestBroken:
             ({"hidden_act": "swish"}, "hidden_act = 'swish' is not supported"),
             ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
             ({"rope_scaling": {"type": "linear"}}, "rope_scaling: 'factor' is missing"),
-            ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor = 0.0 is not supported"),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor = 0 is not supported"),
             ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear', of the wrong type"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
             ({"hidden_size": "32"}, "'hidden_size' is '32', of the wrong type"),
@@ -165,6 +165,38 @@ class TestBroken:
     def test_maths_that_no_reader_has(self, refusal, folder, values, expected):
         edit_config(folder, **values)
         assert expected in refusal(folder)
+
+    @pytest.mark.parametrize(
+        ("config", "values", "expected"),
+        [
+            (tiny.GPTJ, {"rotary_dim": 3}, "rotary_dim = 3 is not supported"),
+            (tiny.GPTJ, {"rotary_dim": 10}, "rotary_dim = 10 is not supported"),
+            (tiny.GPTJ, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+            (tiny.GPT_NEO, {"attention_types": [[["global", "sparse"], 2]]}, "is not supported (supported: global or"),
+            (tiny.GPT_NEO, {"attention_types": [[["global"], 10**12]]}, "for each of 4 layers"),
+            (tiny.GPT_NEO, {"attention_types": [[[["global"], []], 2]]}, "for each of 4 layers"),
+            (tiny.GPT_NEO, {"attention_types": "global"}, "for each of 4 layers"),
+            (tiny.GPT_NEO, {"window_size": None}, "'window_size' is missing"),
+            (tiny.GPT_NEO, {"num_heads": 5}, "5 heads do not divide a hidden size of 32"),
+            (
+                tiny.OPT,
+                {"layer_norm_elementwise_affine": False},
+                "layer_norm_elementwise_affine = False is not supported",
+            ),
+            (tiny.OPT, {"do_layer_norm_before": None}, "'do_layer_norm_before' is missing"),
+            (tiny.OPT, {"word_embed_proj_dim": 16}, "embed_tokens.weight in model.safetensors has shape [128, 32]"),
+        ],
+    )
+    def test_maths_of_the_other_families(self, refusal, tmp_path, config, values, expected):
+        tiny.reader(config).save(tmp_path / "model")
+        edit_config(tmp_path / "model", **values)
+        assert expected in refusal(tmp_path / "model")
+
+    def test_gptj_must_say_what_it_rotates(self, refusal, tmp_path):
+        tiny.reader(tiny.GPTJ).save(tmp_path / "model")
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "rotary_dim"}))
+        assert "'rotary_dim' is missing" in refusal(tmp_path / "model")
 
     def test_gpt2_scaled_by_layer(self, refusal, tmp_path):
         tiny.reader(tiny.GPT2).save(tmp_path / "gpt2")
@@ -207,11 +239,24 @@ class TestSharded:
         path.write_text(json.dumps(index))
         assert "the index is stale, 1 tensors differ: for model.norm.weight it says model-00001" in refusal(sharded)
 
-    def test_an_index_of_a_tensor_that_is_nowhere(self, refusal, sharded):
+    def test_an_index_with_a_head_that_was_dropped_as_tied(self, sharded):
         path, index = self.index(sharded)
         index["weight_map"]["extra"] = sorted(set(index["weight_map"].values()))[0]
         path.write_text(json.dumps(index))
-        assert "extra" in refusal(sharded)
+        assert_same(load_reader(str(sharded), mesh=make_mesh(data=1)).state, tiny.reader(tiny.LLAMA).state)
+
+    def test_an_index_of_a_tensor_that_is_nowhere(self, refusal, sharded):
+        _, index = self.index(sharded)
+        file = sharded / index["weight_map"]["model.norm.weight"]
+        tensors = load_file(file)
+        del tensors["model.norm.weight"]
+        save_file(tensors, file)
+        assert "norm.weight is missing (expected shape [32])" in refusal(sharded)
+
+    def test_a_truncated_shard(self, refusal, sharded):
+        shard = sorted(sharded.glob("model-*"))[1]
+        shard.write_bytes(shard.read_bytes()[:-10])
+        assert f"{shard.name}: not a whole safetensors file" in refusal(sharded)
 
     def test_an_index_that_is_none(self, refusal, sharded):
         path, _ = self.index(sharded)
@@ -324,6 +369,9 @@ class TestEncoders:
             ({"layer_norm_eps": None}, "'layer_norm_eps' is missing"),
             ({"num_attention_heads": 5}, "5 heads do not divide a hidden size of 32"),
             ({"model_type": "llama"}, "is not supported (supported: bert, dpr, roberta)"),
+            ({"is_decoder": True}, "is_decoder = True is not supported"),
+            ({"architectures": 5, "hidden_act": "x"}, "hidden_act = 'x' is not supported"),
+            ({"layer_norm_eps": 10**400}, "is not supported (supported: a number above 0)"),
             ({"model_type": "roberta", "pad_token_id": None}, "'pad_token_id' is None"),
         ],
     )
@@ -344,11 +392,18 @@ class TestEncoders:
         recipe = load_encoder(str(bert), mesh=make_mesh(data=1)).recipe
         assert (recipe.pooling, recipe.normalize, recipe.max_tokens) == ("cls", True, 40)
         pooling.write_text(json.dumps({"pooling_mode_max_tokens": True}))
-        assert "pooling = ['pooling_mode_max_tokens'] is not supported" in self.refused(bert)
+        assert "pooling = ['max'] is not supported" in self.refused(bert)
+        for content, expected in (({"pooling_mode": "cls"}, "cls"), ({"pooling_mode": ["mean"]}, "mean"), ({}, "mean")):
+            pooling.write_text(json.dumps(content))
+            assert load_encoder(str(bert), mesh=make_mesh(data=1)).recipe.pooling == expected
+        for limit in ("abc", -5, True, {}):
+            (bert / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+            assert "max_seq_length" in self.refused(bert)
+        (bert / "sentence_bert_config.json").unlink()
         (bert / "modules.json").write_text(json.dumps([{"type": "x.Dense", "path": "2_Dense"}]))
         assert "modules of type Dense are not supported" in self.refused(bert)
         (bert / "modules.json").write_text("{}")
-        assert load_encoder(str(bert), mesh=make_mesh(data=1)).recipe.max_tokens == 40
+        assert load_encoder(str(bert), mesh=make_mesh(data=1)).recipe.max_tokens == 64
         (bert / "modules.json").write_text('[{"type": "x.Pooling"}]')
         assert "expected a list of modules with type and path" in self.refused(bert)
 

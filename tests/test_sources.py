@@ -1,10 +1,12 @@
 """Checkpoints that are not safetensors: Flax's msgpack, PyTorch's pickles, Orbax."""
 
+import gc
 import json
 import shutil
 
 import flax.serialization
 import ml_dtypes
+import msgpack
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -56,6 +58,13 @@ def to_flax(folder):
     (folder / "flax_model.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     path.unlink()
     return folder / "flax_model.msgpack"
+
+
+def msgpack_array(dtype, shape, data):
+    """A tree of one array, as Flax writes it."""
+    names = {"F32": "float32"}
+    payload = msgpack.packb((shape, names.get(dtype, dtype), data))
+    return msgpack.packb({"a": msgpack.ExtType(1, payload)})
 
 
 class TestMsgpack:
@@ -129,6 +138,41 @@ class TestMsgpack:
         path.write_bytes(damage(path.read_bytes()))
         assert "flax_model.msgpack: not a whole file of Flax parameters" in refusal(folder)
 
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            (msgpack_array("F32", [2], b"\0" * 24), "an array of shape (2,) and dtype float32 in"),
+            (msgpack_array("F32", [-2], b""), "not a whole file"),
+            (msgpack_array("F32", ["x"], b""), "not a whole file"),
+            (msgpack_array("garbage", [1], b"\0" * 4), "not a whole file"),
+            (msgpack_array(7, [1], b"\0" * 4), "not a whole file"),
+            (msgpack.packb({"a": msgpack.ExtType(5, b"x")}), "a value of extension type 5"),
+            (b"\x81\xa1a" * 5000 + b"\xc0", "not a whole file"),
+            (b"\x82\xa1a\x01\xa1a\x02", "a is there twice"),
+        ],
+    )
+    def test_files_that_lie(self, folder, content, expected):
+        path = to_flax(folder)
+        path.write_bytes(content)
+        assert expected in refusal(folder)
+
+    def test_two_names_for_one_parameter(self, folder):
+        tree = {"a": {"scale": np.ones(2, np.float32), "weight": np.ones(2, np.float32)}}
+        to_flax(folder).write_bytes(flax.serialization.msgpack_serialize(tree))
+        assert "two parameters are a.weight" in refusal(folder)
+
+    def test_chunks_in_any_order(self, folder, monkeypatch):
+        monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
+        path = to_flax(folder)
+
+        def turned(tree):
+            return {key: turned(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
+
+        content = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
+        path.write_bytes(msgpack.packb(turned(content), strict_types=True))
+        assert list(content["model"]["decoder"]["embed_tokens"]["embedding"]["chunks"])[2] == "2"
+        assert_same(load(folder).state, tiny.reader(tiny.OPT).state)
+
     def test_a_missing_parameter(self, folder):
         path = to_flax(folder)
         tree = flax.serialization.msgpack_restore(path.read_bytes())
@@ -193,6 +237,21 @@ class TestOrbax:
         for path in (folder / "orbax").rglob("*"):
             if path.is_file():
                 path.write_bytes(path.read_bytes()[:10])
+        assert "not a whole Orbax checkpoint" in refusal(folder)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what Orbax leaves unfinished
+    @pytest.mark.parametrize("kind", ["gone", "cut"])
+    def test_data_that_is_lost(self, folder, kind):
+        largest = max(
+            (path for path in (folder / "orbax").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+        )
+        largest.unlink() if kind == "gone" else largest.write_bytes(largest.read_bytes()[:50])
+        assert "not a whole Orbax checkpoint" in refusal(folder)
+        gc.collect()
+
+    def test_nothing_in_it(self, folder):
+        shutil.rmtree(folder / "orbax")
+        (folder / "orbax").mkdir()
         assert "not a whole Orbax checkpoint" in refusal(folder)
 
 

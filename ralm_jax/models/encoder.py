@@ -38,6 +38,9 @@ class BertConfig(ModelConfig):
         file.choice("position_embedding_type", ("absolute",), "absolute")
         if file.values.get("projection_dim"):  # of DPR
             raise file.unsupported("projection_dim", file.values["projection_dim"], "0")
+        for key in ("is_decoder", "add_cross_attention"):
+            if file.flag(key, False):
+                raise file.unsupported(key, True, "false")
         hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
         return cls(
             **cls.stated(file),
@@ -65,7 +68,7 @@ class RobertaConfig(BertConfig):
         return super().to_hf() | {"max_position_embeddings": rows, "pad_token_id": self.position_offset - 1}
 
 
-class Encoder(nnx.Module):
+class Bert(nnx.Module):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         features = config.hidden_size
         self.embed = Embedding(config.vocab_size, features, axes=("vocab", "embed"), rngs=rngs, dtype=dtype)
@@ -82,16 +85,9 @@ class Encoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         valid: Bool[Array, "B T"] | None = None,
-        types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states of the last layer.
-
-        Args:
-            valid: real tokens, where there is padding.
-            types: BERT's token types (segments); None for all 0.
-        """
-        types = jnp.zeros_like(tokens) if types is None else types
-        x = self.embed(tokens) + self.positions(valid, tokens.shape) + self.types(types)
+        """Hidden states of the last layer; `valid` marks real tokens where there is padding. Token types are all 0."""
+        x = self.embed(tokens) + self.positions(valid, tokens.shape) + self.types(jnp.zeros_like(tokens))
         return scan_layers(self.layers, self.norm(x), valid)
 
 
@@ -138,7 +134,7 @@ BERT_BASE = BertConfig(
 BERT = Family(
     name="BERT",
     config=BertConfig,
-    model=Encoder,
+    model=Bert,
     prefixes=("", "bert.", "question_encoder.bert_model.", "ctx_encoder.bert_model."),
     keys=KEYS,
     ignored=HEADS,
@@ -154,7 +150,7 @@ ROBERTA_BASE = RobertaConfig(
 ROBERTA = Family(
     name="RoBERTa",
     config=RobertaConfig,
-    model=Encoder,
+    model=Bert,
     prefixes=("", "roberta."),
     keys=KEYS,
     ignored=HEADS,

@@ -63,10 +63,12 @@ def layer_kinds(file: ConfigFile) -> tuple[str, ...]:
     """
     types, count = file.values.get("attention_types"), file.integer("num_layers")
     try:
-        kinds = tuple(kind for some, times in types for _ in range(times) for kind in some)  # type: ignore[union-attr]
+        repeated = [(tuple(some), int(times)) for some, times in types]  # type: ignore[union-attr]
     except (TypeError, ValueError):
-        kinds = ()
-    if len(kinds) != count or not set(kinds) <= set(LAYER_KINDS):
+        repeated = []
+    fits = sum(len(some) * times for some, times in repeated) == count and all(times > 0 for _, times in repeated)
+    kinds = tuple(kind for some, times in repeated for kind in some * times) if fits else ()
+    if not kinds or any(kind not in LAYER_KINDS for kind in kinds):
         raise file.unsupported("attention_types", types, f"{' or '.join(LAYER_KINDS)} for each of {count} layers")
     return kinds
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
+from ralm_jax.errors import RalmError
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, norm, to_heads
 from ralm_jax.layers import ACTIVATIONS
 from ralm_jax.rope import rotary_phases, rotate_interleaved, token_positions
@@ -35,6 +36,8 @@ class GPTJConfig(ReaderConfig):
     def from_hf(cls, file: ConfigFile) -> Self:
         hidden = file.integer("n_embd")
         heads = equal_heads(file, hidden, file.integer("n_head"))
+        if "rotary_dim" not in file.values:  # null is all of a head
+            raise RalmError(f"{file.origin}: 'rotary_dim' is missing")
         stated = cls.stated(file, mlp_size=4 * hidden, tie_word_embeddings=False, rotary_dim=heads["head_dim"])
         if stated["tie_word_embeddings"]:
             raise file.unsupported("tie_word_embeddings", True, "false")

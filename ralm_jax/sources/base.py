@@ -49,7 +49,7 @@ class Span(NamedTuple):
     length: int
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a file: `spans` hold its numbers one after another; `transposed` where they are those of its
     transpose."""
 
@@ -85,7 +85,7 @@ class FolderSource(abc.ABC):
     def __init__(self, folder: Path):
         paths, index = self.files(folder)
         self._paths = {path.name: path for path in paths}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, StoredTensor] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for path in paths:
             for name, entry in self.header(path).items():
@@ -104,7 +104,7 @@ class FolderSource(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def header(path: Path) -> dict[str, Entry]:
+    def header(path: Path) -> dict[str, StoredTensor]:
         """The tensors of a file by Hugging Face name; the data is left alone.
 
         Raises:
@@ -158,11 +158,12 @@ class FolderSource(abc.ABC):
 
 
 def check_index(folder: Path, index: dict[str, str], found: dict[str, str]) -> None:
-    """Refuses an index that places a tensor elsewhere than the shards do."""
-    differing = sorted(name for name in found.keys() | index.keys() if found.get(name) != index.get(name))
+    """Refuses an index that places a tensor elsewhere than the shards do. One that names a tensor too many is fine: a
+    tied head is often dropped from the shards alone, and a tensor that is needed will be missed."""
+    differing = sorted(name for name in found if found[name] != index.get(name))
     if differing:
         name = differing[0]
         raise RalmError(
             f"{folder}: the index is stale, {len(differing)} tensors differ: for {name} it says "
-            f"{index.get(name, 'nothing')}, but the tensor is in {found.get(name, 'no file')}"
+            f"{index.get(name, 'nothing')}, but the tensor is in {found[name]}"
         )

@@ -59,6 +59,17 @@ class GGUFFile:
             raise RalmError(f"{self.path}: GGUF field {key!r} is missing")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """The value of field `key`, or `default`.
+
+        Raises:
+            RalmError: it is missing, or not a whole number above 0.
+        """
+        value = self.require(key) if default is None else self.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise RalmError(f"{self.path}: GGUF field {key!r} is {value!r}, expected a number of 1 or more")
+        return value
+
 
 def open_gguf(path: Path) -> GGUFFile:
     """`path` as a `GGUFFile`; parsed once for weights, configuration and tokenizer."""
@@ -80,10 +91,10 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     architecture = file.require("general.architecture")
     if architecture != "llama":
         raise RalmError(f"{file.path}: GGUF architecture {architecture!r} is not supported (supported: llama)")
-    heads, hidden = file.require("llama.attention.head_count"), file.require("llama.embedding_length")
+    heads, hidden = file.size("llama.attention.head_count"), file.size("llama.embedding_length")
     if "token_embd.weight" not in file.tensors:
         raise RalmError(f"{file.path}: token_embd.weight is missing")
-    head_dim = file.get("llama.attention.key_length", hidden // heads)
+    head_dim = file.size("llama.attention.key_length", hidden // heads)
     values = {
         "model_type": "llama",
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
@@ -92,7 +103,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("llama.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "partial_rotary_factor": file.get("llama.rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": file.size("llama.rope.dimension_count", head_dim) / head_dim,
         "intermediate_size": file.require("llama.feed_forward_length"),
         "max_position_embeddings": file.require("llama.context_length"),
         "rms_norm_eps": file.require("llama.attention.layer_norm_rms_epsilon"),
@@ -105,6 +116,10 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     if scaling != "none":
         factor = file.get("llama.rope.scaling.factor", linear)
         values["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+    for name in ("bos", "eos"):
+        number = file.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None:
+            values[f"{name}_token_id"] = number
     return ConfigFile(values, str(file.path))
 
 
@@ -158,7 +173,7 @@ class GGUFSource:
 
 def gguf_to_hf(name: str) -> str | None:
     """Hugging Face's name of a llama GGUF tensor, "blk.3.attn_q.weight" for one; None if there is none."""
-    *block, stem, suffix = name.split(".")
+    *block, stem, suffix = name.split(".") if "." in name else (name, "")
     layer = block[1] if len(block) == 2 and block[0] == "blk" else ""
     template = GGUF_NAMES.get(stem)
     if template is None or ("{}" in template) != bool(layer) or suffix not in ("weight", "bias"):

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from ralm_jax.errors import RalmError
-from ralm_jax.sources.base import FLOATS, Entry, FolderSource, Span
+from ralm_jax.sources.base import FLOATS, FolderSource, Span, StoredTensor
 
 ARRAY = 1  # flax.serialization's extension type
 CHUNKED = "__msgpack_chunked_array__"  # how Flax writes an array of more than 1 GB
@@ -30,21 +30,21 @@ class MsgpackSource(FolderSource):
     file_name = "flax_model.msgpack"
 
     @staticmethod
-    def header(path: Path) -> dict[str, Entry]:
+    def header(path: Path) -> dict[str, StoredTensor]:
         return read_tree(path)
 
     @staticmethod
     def indexed_name(key: str) -> str:
-        return hf_name(tuple(key.split("/")))
+        return torch_name(tuple(key.split("/")))
 
 
-def hf_name(path: Keys) -> str:
+def torch_name(path: Keys) -> str:
     """Hugging Face's name of a Flax parameter."""
     last = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(path[-1], path[-1])
     return ".".join((*path[:-1], last))
 
 
-def read_tree(path: Path) -> dict[str, Entry]:
+def read_tree(path: Path) -> dict[str, StoredTensor]:
     """The arrays of a msgpack file by Hugging Face name.
 
     Raises:
@@ -57,22 +57,32 @@ def read_tree(path: Path) -> dict[str, Entry]:
             if end != len(data):
                 raise ValueError(f"{end} bytes of {len(data)} make a tree")
         entries = joined_chunks(leaves)
-    except (OSError, ValueError, IndexError, KeyError, struct.error, msgpack.UnpackException) as error:
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        struct.error,
+        msgpack.UnpackException,
+    ) as error:
         told = str(error) or type(error).__name__
         raise RalmError(f"{path}: not a whole file of Flax parameters ({told}); fetch it again") from None
-    return {
-        hf_name(place): Entry(
-            entry.dtype,
-            entry.shape[::-1] if place[-1] == "kernel" else entry.shape,
-            entry.spans,
-            transposed=place[-1] == "kernel",
-        )
-        for place, entry in entries.items()
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for place, entry in entries.items():
+        name, transposed = torch_name(place), place[-1] == "kernel"
+        if name in tensors:
+            raise RalmError(f"{path}: two parameters are {name}; remove one")
+        shape = entry.shape[::-1] if transposed else entry.shape
+        tensors[name] = StoredTensor(entry.dtype, shape, entry.spans, transposed)
+    return tensors
 
 
 def walk(data: mmap.mmap, start: int, place: Keys, leaves: dict[Keys, Any]) -> int:
     """Collects what lies at `start` under its path `place`, and returns where it ends."""
+    if place in leaves:
+        raise ValueError(f"{'/'.join(place)} is there twice")
     extension = extension_at(data, start)
     if extension is not None:
         leaves[place] = array_entry(data, extension)
@@ -123,30 +133,33 @@ def extension_at(data: mmap.mmap, start: int) -> Span | None:
     return Span(start + header, length)
 
 
-def array_entry(data: mmap.mmap, payload: Span) -> Entry:
+def array_entry(data: mmap.mmap, payload: Span) -> StoredTensor:
     """The array whose shape, dtype and bytes are in `payload`."""
     unpacker = unpacker_at(data, payload.start)
     if unpacker.read_array_header() != 3:
         raise ValueError("an array of other than three parts")
-    shape, dtype = tuple(unpacker.unpack()), unpacker.unpack()
-    name = np.dtype(dtype).name if dtype != "bfloat16" else dtype
+    shape, name = tuple(unpacker.unpack()), unpacker.unpack()
     length = math.prod(shape) * np.dtype(FLOATS.get(DTYPES.get(name, ""), name)).itemsize
-    end = payload.start + payload.length
-    if not payload.start < end - length:
-        raise ValueError(f"an array of shape {shape} in {payload.length} bytes")
-    return Entry(DTYPES.get(name, name), shape, (Span(end - length, length),))
+    start = payload.start + unpacker.tell()
+    start += {0xC4: 2, 0xC5: 3, 0xC6: 5}[data[start]]  # the header of the bytes themselves
+    if not all(isinstance(size, int) and size >= 0 for size in shape) or start + length != sum(payload):
+        raise ValueError(f"an array of shape {shape} and dtype {name} in {payload.length} bytes")
+    return StoredTensor(DTYPES.get(name, name), shape, (Span(start, length),))
 
 
-def joined_chunks(leaves: dict[Keys, Any]) -> dict[Keys, Entry]:
+def joined_chunks(leaves: dict[Keys, Any]) -> dict[Keys, StoredTensor]:
     """The arrays, with those that were cut into chunks as one."""
-    entries = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, Entry) and "chunks" not in place}
+    entries = {
+        place: leaf for place, leaf in leaves.items() if isinstance(leaf, StoredTensor) and "chunks" not in place
+    }
     for *place, last in leaves:
         if last != CHUNKED:
             continue
         own = {key[len(place) :]: leaf for key, leaf in leaves.items() if list(key[: len(place)]) == place}
-        sizes, chunks = ([leaf for key, leaf in own.items() if key[0] == kind] for kind in ("shape", "chunks"))
+        numbered = ({int(key[1]): own[key] for key in own if key[0] == kind} for kind in ("shape", "chunks"))
+        sizes, chunks = ([found[i] for i in range(len(found))] for found in numbered)
         if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(sizes):
             raise ValueError(f"chunks of {'/'.join(place)} are missing")
         spans = tuple(span for chunk in chunks for span in chunk.spans)
-        entries[tuple(place)] = Entry(chunks[0].dtype, tuple(sizes), spans)
+        entries[tuple(place)] = StoredTensor(chunks[0].dtype, tuple(sizes), spans)
     return entries

@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from ralm_jax.errors import RalmError
-from ralm_jax.sources.base import Entry, FolderSource, Span
+from ralm_jax.sources.base import FolderSource, Span, StoredTensor
 
 
 class SafetensorsSource(FolderSource):
     file_name = "model.safetensors"
 
     @staticmethod
-    def header(path: Path) -> dict[str, Entry]:
+    def header(path: Path) -> dict[str, StoredTensor]:
         return read_header(path)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; the data is left alone.
 
     Raises:
@@ -45,5 +45,5 @@ def read_header(path: Path) -> dict[str, Entry]:
     entries = {}
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
-        entries[name] = Entry(entry["dtype"], tuple(entry["shape"]), (Span(8 + length + start, stop - start),))
+        entries[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), (Span(8 + length + start, stop - start),))
     return entries

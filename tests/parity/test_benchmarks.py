@@ -11,7 +11,7 @@ import pytest
 
 def figures(tmp_path, script, *options):
     path = Path(__file__).parents[2] / "benchmarks" / script
-    command = [sys.executable, str(path), "--quick", "--json", str(tmp_path / "out.json"), *options]
+    command = [sys.executable, str(path), "--json", str(tmp_path / "out.json"), *options]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "XLA_FLAGS": ""})  # one device
     return json.loads((tmp_path / "out.json").read_text())
 
@@ -19,7 +19,7 @@ def figures(tmp_path, script, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "msgpack"])
 def test_loading(tmp_path, format):
-    found = figures(tmp_path, "loading.py", "--format", format)
+    found = figures(tmp_path, "loading.py", "--format", format, "--layers", "26")
     assert found["model_mb"] == pytest.approx(found["checkpoint_mb"])
     assert found["added_mb"] < found["bound_mb"]
 
@@ -27,7 +27,7 @@ def test_loading(tmp_path, format):
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["smollm2", "gpt2"])
 def test_scoring(tmp_path, reader, smollm2_gguf):
-    found = figures(tmp_path, "scoring.py", "--reader", reader)
+    found = figures(tmp_path, "scoring.py", "--quick", "--reader", reader)
     assert found["largest_nll_difference"] < 2e-4
     assert found["ratio"] > 1.2
     assert found["ours_peak_mb"] < found["loop_peak_mb"]

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from ralm_jax.convert import convert
 from ralm_jax.encoder import load_encoder
 from ralm_jax.sharding import make_mesh
 
@@ -89,6 +90,27 @@ def test_left_padding_is_right_padding(pair):
     shift = [0, 7, 33]
     left, left_valid = (np.stack([np.roll(row, by) for row, by in zip(x, shift, strict=True)]) for x in (ids, valid))
     np.testing.assert_allclose(encoder.embed(left, left_valid), encoder.embed(ids, valid), atol=1e-5)
+
+
+def test_converted_it_gives_the_same_vectors(pair, tmp_path):
+    """Also where the recipe stood in the class of the original."""
+    _, _, folder = pair
+    ids, valid = batch()
+    before = load_encoder(str(folder), mesh=make_mesh(data=1))
+    for to in ("hf", "orbax"):
+        convert(str(folder), str(tmp_path / to), to)
+        after = load_encoder(str(tmp_path / to), mesh=make_mesh(data=1))
+        assert after.recipe == before.recipe
+        np.testing.assert_array_equal(after.embed(ids, valid), before.embed(ids, valid))
+
+
+def test_a_row_of_padding_is_no_nan(pair):
+    _, _, folder = pair
+    ids, valid = batch()
+    valid[1] = False
+    for pooling in ("cls", "mean"):
+        encoder = load_encoder(str(folder), pooling=pooling, normalize=True, mesh=make_mesh(data=1))
+        assert np.isfinite(encoder.embed(ids, valid)).all()
 
 
 def test_pooling(pair):

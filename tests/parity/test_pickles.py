@@ -42,6 +42,19 @@ def test_one_file(folder):
     assert_same(reader.state, tiny.reader(tiny.GPT2).state)
 
 
+def test_files_of_old_versions(folder):
+    torch.save(tensors(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    reader = load_reader(str(folder), mesh=make_mesh(data=1))
+    assert_same(reader.state, tiny.reader(tiny.GPT2).state)
+    assert reader.fingerprint == load_reader(str(folder), mesh=make_mesh(data=1)).fingerprint
+
+
+def test_parameters_are_tensors(folder):
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors(folder).items()}
+    torch.save(parameters, folder / "pytorch_model.bin")
+    assert_same(load_reader(str(folder), mesh=make_mesh(data=1)).state, tiny.reader(tiny.GPT2).state)
+
+
 def test_shards_and_bfloat16(folder):
     whole = {name: tensor.bfloat16() for name, tensor in tensors(folder).items()}
     halves = [list(whole)[::2], list(whole)[1::2]]
@@ -89,7 +102,8 @@ def test_damaged(folder, content):
     assert "pytorch_model.bin: not a checkpoint that PyTorch loads as plain weights" in refusal(folder)
 
 
-def test_not_a_dictionary_of_tensors(folder):
+@pytest.mark.parametrize("content", [[torch.ones(3)], {1: torch.ones(3)}, {"a": torch.eye(3).to_sparse()}])
+def test_not_a_dictionary_of_tensors(folder, content):
     tensors(folder)
-    torch.save([torch.ones(3)], folder / "pytorch_model.bin")
-    assert "not a dictionary of tensors" in refusal(folder)
+    torch.save(content, folder / "pytorch_model.bin")
+    assert "not a dictionary of plain tensors by name" in refusal(folder)
