@@ -33,12 +33,18 @@ POSSESSIVES = ("'s", "'S", "’s", "’S", "＇s", "＇S")
 
 def analyze(text: str) -> list[str]:
     """The terms of `text`, in order."""
-    return [term for piece in PIECE.findall(text) for term in terms(piece)]
+    return [term for chunk in text.split(" ") for term in chunk_terms(chunk)]  # no word crosses a space
 
 
 def words(text: str) -> list[str]:
     """The words of `text` in lower case, neither stemmed nor stopped."""
     return [lower(piece) for piece in PIECE.findall(text) if TERM.search(piece)]
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def chunk_terms(chunk: str) -> tuple[str, ...]:
+    """The terms of what stands between two spaces: much of it is seen again and again."""
+    return tuple(term for piece in PIECE.findall(chunk) for term in terms(piece))
 
 
 @functools.lru_cache(maxsize=1 << 20)

@@ -1,4 +1,4 @@
-"""Embedded BM25 with Lucene's numbers: `bm25s` keeps the index, the search is here.
+"""Embedded BM25 with Lucene's numbers: `bm25s` keeps the index, `bm25_search` searches it.
 
 score(q, d) = sum over query terms of idf(t) * tf / (tf + k1 (1 - b + b |d| / avgdl)), idf(t) = ln(1 + (N - n + 0.5) /
 (n + 0.5)). Lucene keeps |d| in one byte, so lengths above 40 are coarser; the average is exact. N and the average count
@@ -12,7 +12,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from ralm_jax.settings import at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
+from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages, write_passages
 from retrieval.retriever import KIND, Hits
 
@@ -87,7 +87,9 @@ def build_index(
     index = bm25s_index(scores, vocabulary, k1, b)
     with writing(root / "bm25"):
         index.save(root / "bm25", show_progress=False)
+    data = scores["data"]
     folder.about.update(passages=len(lengths), terms=len(vocabulary), corpus=digest.hexdigest(), source=source or {})
+    folder.about["score_range"] = [float(data.min()), float(data.max())] if len(data) else [0.0, 0.0]
     folder.write_manifest()
     return BM25Index.open(location)
 
@@ -146,7 +148,7 @@ class BM25Index:
     passages: Passages
     settings: dict[str, Any]
     about: dict[str, Any]
-    postings: dict[str, Any]
+    postings: Postings
     vocabulary: dict[str, int]
 
     @classmethod
@@ -174,7 +176,8 @@ class BM25Index:
         except (OSError, ValueError, KeyError) as error:
             raise RalmError(f"{location}: the index is damaged ({error}); build it again with --overwrite") from None
         passages = Passages.open(root / "passages.arrow")
-        return cls(location, passages, folder.settings, folder.about, stored.scores, stored.vocab_dict)
+        postings = Postings(*(stored.scores[name] for name in Postings._fields))
+        return cls(location, passages, folder.settings, folder.about, postings, stored.vocab_dict)
 
     @property
     def fingerprint(self) -> str:
@@ -190,17 +193,17 @@ class BM25Index:
             UsageError: `k` is below 1.
         """
         at_least(1, k=k)
-        term_ids, weights, pointers = self._terms(queries)
+        wanted = self._terms(queries)
         allowed = ~self.passages.titled(excluded) if excluded else np.zeros(0, bool)
         rows = np.full((len(queries), k), -1, np.int64)
         scores = np.zeros((len(queries), k), np.float32)
-        columns = (self.postings["indptr"], self.postings["indices"], self.postings["data"])
-        threads = min(numba.get_num_threads(), max(1, len(queries)))
-        search_postings(*columns, len(self.passages), term_ids, weights, pointers, allowed, threads, rows, scores)
+        whole, changed = postings_to_touch(self.postings.indptr, *wanted)
+        sliding = changed < whole and can_slide(wanted, *self.about["score_range"])
+        search_postings(self.postings, len(self.passages), wanted, allowed, rows, scores, sliding=sliding)
         return Hits(rows, scores)
 
-    def _terms(self, queries: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids and counts of each query's known terms, flat, and where each query starts."""
+    def _terms(self, queries: Sequence[str]) -> Queries:
+        """The known terms of each query."""
         ids: list[int] = []
         counts: list[int] = []
         pointers = [0]
@@ -210,54 +213,7 @@ class BM25Index:
                 number = self.vocabulary.get(term)
                 if number is not None:
                     found[number] = found.get(number, 0) + 1
-            ids += found.keys()
-            counts += found.values()
+            ids += sorted(found)
+            counts += [found[number] for number in sorted(found)]
             pointers.append(len(ids))
-        return np.array(ids, np.int64), np.array(counts, np.float32), np.array(pointers, np.int64)
-
-
-@numba.njit(parallel=True, cache=True)
-def search_postings(  # type: ignore[no-untyped-def]
-    indptr, indices, data, num_docs, term_ids, weights, pointers, allowed, threads, out_rows, out_scores
-):
-    """Fills `out_rows` and `out_scores` (Q, k). Each thread has one accumulator and visits only passages that match.
-
-    Sums are float64 and then rounded to float32, as Lucene's are, so that equal passages tie exactly.
-    """
-    queries, k = out_rows.shape
-    for thread in numba.prange(threads):
-        sums = np.zeros(num_docs, np.float64)
-        touched = np.empty(num_docs, np.int64)
-        for query in range(thread, queries, threads):
-            count = 0
-            for position in range(pointers[query], pointers[query + 1]):
-                term, weight = term_ids[position], weights[position]
-                for posting in range(indptr[term], indptr[term + 1]):
-                    row = indices[posting]
-                    if allowed.size and not allowed[row]:
-                        continue
-                    if sums[row] == 0.0:
-                        touched[count] = row
-                        count += 1
-                    sums[row] += weight * data[posting]
-            found = 0
-            for i in range(count):
-                row = touched[i]
-                score = np.float32(sums[row])
-                sums[row] = 0.0
-                if found == k and (
-                    score < out_scores[query, k - 1]
-                    or (score == out_scores[query, k - 1] and row > out_rows[query, k - 1])
-                ):
-                    continue
-                place = min(found, k - 1)
-                while place > 0 and (
-                    score > out_scores[query, place - 1]
-                    or (score == out_scores[query, place - 1] and row < out_rows[query, place - 1])
-                ):
-                    out_scores[query, place] = out_scores[query, place - 1]
-                    out_rows[query, place] = out_rows[query, place - 1]
-                    place -= 1
-                out_scores[query, place] = score
-                out_rows[query, place] = row
-                found = min(found + 1, k)
+        return Queries(np.array(ids, np.int64), np.array(counts, np.float64), np.array(pointers, np.int64))

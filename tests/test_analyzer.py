@@ -1,8 +1,10 @@
 """Lucene's English analyser, case by case. The right sides are what Lucene 9.9's own analyser prints."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from retrieval.analyzer import analyze
+from retrieval.analyzer import PIECE, analyze, terms
 
 CASES = {
     "The quick brown foxes' tails": ["quick", "brown", "fox", "tail"],
@@ -35,3 +37,12 @@ def test_very_long_words_are_cut():
 
 def test_more_terms_than_1024():
     assert len(analyze("word " * 5000)) == 5000
+
+
+ODD = "ab's’. \u0301\u200d\u00ad1,2กข日あア\u2640\ufe0f\U0001f600\U0001f1e6\n\t\u2028_-אב"
+
+
+@given(st.text(st.sampled_from(ODD), max_size=24))
+def test_spaces_part_words(text):
+    """Analysing between spaces, which is what makes it fast, changes nothing."""
+    assert analyze(text) == [term for piece in PIECE.findall(text) for term in terms(piece)]

@@ -11,9 +11,12 @@ import pytest
 from ralm_jax.errors import RalmError, UsageError
 from retrieval.analyzer import analyze
 from retrieval.bm25 import BM25Index, build_index, quantised_length
+from retrieval.bm25_search import Queries, can_slide, search_postings
 from retrieval.corpus import Passage, read_corpus
 from retrieval.retriever import look_up
 from tests import tiny
+
+ZIPF = 1 / np.arange(3, 3 + len(tiny.WORDS)) / sum(1 / np.arange(3, 3 + len(tiny.WORDS)))
 
 
 def index(tmp_path, *texts, name="index", **options):
@@ -166,7 +169,7 @@ class TestFolder:
     def test_reopened(self, tmp_path):
         built = index(tmp_path, "red fish", "blue bird")
         again = BM25Index.open(built.location)
-        assert isinstance(again.postings["data"], np.memmap)
+        assert isinstance(again.postings.data, np.memmap)
         assert again.fingerprint == built.fingerprint
         assert look_up(again, ["bird"], 2) == [
             {
@@ -225,6 +228,70 @@ class TestFolder:
         (tmp_path / "index" / victim).write_bytes(b"x")
         with pytest.raises(RalmError, match=r"damaged|cannot be read"):
             BM25Index.open(built.location)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Passages over four blocks of bounds, many of them equal."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(tiny.WORDS, rng.integers(0, 12), p=ZIPF)) for _ in range(900)]
+    texts = [texts[i] for i in rng.integers(0, 900, 1000)]
+    return index(tmp_path_factory.mktemp("large"), *texts)
+
+
+class TestSliding:
+    """Neighbouring queries scored by what changes between them: the same hits to the last bit."""
+
+    def queries(self, seed, count=300, words=16, stride=2):
+        text = np.random.default_rng(seed).choice(tiny.WORDS, words + stride * count, p=ZIPF)
+        return [" ".join(text[i * stride : i * stride + words]) for i in range(count)]
+
+    def both(self, built, queries, k, excluded=frozenset()):
+        wanted, hits = built._terms(queries), []
+        allowed = ~built.passages.titled(excluded) if excluded else np.zeros(0, bool)
+        for sliding in (False, True):
+            rows, scores = np.full((len(queries), k), -1, np.int64), np.zeros((len(queries), k), np.float32)
+            search_postings(built.postings, len(built.passages), wanted, allowed, rows, scores, sliding=sliding)
+            hits.append((rows, scores))
+        assert can_slide(wanted, *built.about["score_range"])
+        return hits
+
+    @pytest.mark.parametrize("k", [1, 3, 16, 2000])
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_long_runs(self, large, k, seed):
+        (rows, scores), (slid, slid_scores) = self.both(large, self.queries(seed), k)
+        np.testing.assert_array_equal(slid, rows)
+        np.testing.assert_array_equal(slid_scores, scores)
+        assert (rows[:, 0] >= 0).all()
+
+    def test_queries_that_have_nothing_in_common(self, large):
+        queries = ["ba ba ba be", "", "zzz", "so tu", "so tu so", "ba", "", "lan"] * 5
+        (rows, scores), (slid, slid_scores) = self.both(large, queries, 5)
+        np.testing.assert_array_equal(slid, rows)
+        np.testing.assert_array_equal(slid_scores, scores)
+
+    def test_titles_left_out(self, tmp_path):
+        words = [" ".join(tiny.WORDS[j] for j in (i % 50, i % 9, i % 4)) for i in range(600)]
+        passages = [Passage(str(i), f"t{i % 7}", text) for i, text in enumerate(words)]
+        built = build_index(passages, str(tmp_path / "i"), progress=False)
+        (rows, scores), (slid, slid_scores) = self.both(built, self.queries(3), 8, frozenset(["t1", "t5"]))
+        np.testing.assert_array_equal(slid, rows)
+        np.testing.assert_array_equal(slid_scores, scores)
+        assert not set(rows.ravel() % 7) & {1, 5}
+
+    def test_chosen_by_itself(self, large, monkeypatch):
+        chosen = []
+        monkeypatch.setattr("retrieval.bm25.search_postings", lambda *_, sliding: chosen.append(sliding))
+        large.search(self.queries(1), 3)
+        large.search(["ba be", "so tu", "lan fil"], 3)
+        assert chosen == [True, False]
+
+    def test_not_where_sums_could_be_rounded(self):
+        queries = Queries(np.arange(3), np.array([1.0, 2.0, 3.0]), np.array([0, 3]))
+        assert can_slide(queries, 0.5, 10.0)
+        assert not can_slide(queries, 1e-9, 10.0)
+        assert not can_slide(queries, 0.0, 10.0)
+        assert can_slide(Queries(np.zeros(0, np.int64), np.zeros(0), np.array([0, 0])), 0.5, 10.0)
 
 
 def test_golden_lucene(shared, tmp_path):
