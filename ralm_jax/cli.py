@@ -25,6 +25,7 @@ from ralm_jax.cli_options import (
     check_output_file,
     titles_in,
 )
+from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings, at_least
 
@@ -36,7 +37,8 @@ class Index:
     """Cut a corpus into passages and index them for BM25."""
 
     corpus: str
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not."""
+    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
+    Hugging Face `datasets` saved."""
     out: str
     """Folder for the index."""
     passages: CorpusOptions = CorpusOptions()
@@ -47,7 +49,9 @@ class Index:
         from retrieval.bm25 import build_index
 
         source = self.passages.describe(self.corpus)
-        index = build_index(self.passages.read(self.corpus), self.out, source=source, overwrite=self.overwrite)
+        passages, count = self.passages.read(self.corpus)
+        index = build_index(passages, self.out, source=source, overwrite=self.overwrite)
+        print(f"{self.corpus}: {count}")
         print(f"{self.out}: {index.about['passages']:,} passages, {index.about['terms']:,} terms")
 
 
@@ -204,7 +208,8 @@ class LM:
     text: str
     """The text: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
     corpus: str
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not."""
+    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
+    Hugging Face `datasets` saved."""
     out: str
     """Folder for index, retrieval, scores and report.json."""
     exclude_titles: str | None = None
@@ -229,12 +234,13 @@ class LM:
             )
         batch_size, text, excluded = self.reader.windows_a_batch(), read_text(self.text), titles_in(self.exclude_titles)
         source = self.passages.describe(self.corpus)
+        passages, count = self.passages.read(self.corpus)
         tokenizer, reader = self.reader.load(self.model)
         language_model(
             text,
             reader,
             tokenizer,
-            self.passages.read(self.corpus),
+            passages,
             self.out,
             strides=self.strides,
             queries=self.queries,
@@ -244,6 +250,8 @@ class LM:
             batch_size=batch_size,
             if_exists=self.rerun.if_exists,
         )
+        if count.bad:
+            print(f"{self.corpus}: {count}")
         out = Path(self.out).expanduser()
         self.report.show([str(out / "scores")], str(out / "report.json"))
         print(f"\nIndex, retrieval, scores and report.json are in {self.out}.")
@@ -256,6 +264,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": Report,
     "search": Search,
     "lm": LM,
+    "eval-retrieval": EvalRetrieval,
+    "convert-retrieval": ConvertRetrieval,
+    "convert-corpus": ConvertCorpus,
     "inspect": Inspect,
     "convert": Convert,
 }

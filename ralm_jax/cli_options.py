@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ralm_jax.reader import Reader
     from ralm_jax.tokenizer import Tokenizer
     from retrieval.corpus import Passage
+    from retrieval.rows import RowCount
 
 ONE_OF_RERUN = create_mutex_group(required=False, title="output that is there")
 
@@ -37,22 +38,36 @@ class RerunOptions:
 class CorpusOptions:
     """How the corpus becomes passages."""
 
-    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "text"] = "auto"
+    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "parquet", "arrow", "text"] = "auto"
     """Format of the files; auto goes by their names and first rows."""
     passage_words: int = 100
     """Running text is cut into passages of so many words."""
     split_rows: bool = False
-    """Cut the rows of jsonl and TSV files as well; they are passages as they are otherwise."""
+    """Cut the rows of the other formats as well; they are passages as they are otherwise."""
+    skip_bad_rows: bool = False
+    """Skip and count rows that are broken; they are refused otherwise."""
 
-    def read(self, corpus: str) -> "Iterator[Passage]":
+    def read(self, corpus: str) -> "tuple[Iterator[Passage], RowCount]":
+        """The passages, and what counts the rows while they are read."""
         from retrieval.corpus import read_corpus
+        from retrieval.rows import RowCount
 
-        return read_corpus(corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows)
+        count = RowCount(self.skip_bad_rows)
+        passages = read_corpus(
+            corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows, count=count
+        )
+        return passages, count
 
     def describe(self, corpus: str) -> dict[str, Any]:
         from retrieval.corpus import describe_corpus
 
-        return describe_corpus(corpus, self.corpus_format, passage_words=self.passage_words, split_rows=self.split_rows)
+        return describe_corpus(
+            corpus,
+            self.corpus_format,
+            passage_words=self.passage_words,
+            split_rows=self.split_rows,
+            skip_bad_rows=self.skip_bad_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,17 @@ def titles_in(path: str | None) -> frozenset[str]:
     from retrieval.corpus import read_titles
 
     return read_titles(path) if path else frozenset()
+
+
+def check_new_file(path: str, overwrite: bool) -> None:
+    """As `check_output_file`, and keeps what is there.
+
+    Raises:
+        UsageError: `path` cannot be written, or is there already and `overwrite` is not set.
+    """
+    check_output_file(path)
+    if Path(path).expanduser().is_file() and not Path(path).is_symlink() and not overwrite:
+        raise UsageError(f"{path}: is there already; add --overwrite to replace it")
 
 
 def check_output_file(path: str | None) -> None:

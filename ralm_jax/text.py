@@ -4,8 +4,8 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,26 @@ def row_text(row: Any, where: str) -> str:
     return encodable(text, where)
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Place (file:line) and value of every row of a jsonl file; blank lines are passed over."""
-    for number, line in read_lines(file):
+def refuse(error: RalmError) -> None:
+    """What becomes of a row that cannot be read, unless the caller wants to go on without it."""
+    raise error
+
+
+def read_rows(file: Path, on_bad: Callable[[RalmError], None] = refuse) -> Iterator[tuple[str, Any]]:
+    """Place (file:line) and value of every row of a jsonl file; blank lines are passed over.
+
+    Args:
+        on_bad: is given what is wrong with a row; the row is skipped if it returns.
+    """
+    for number, line in read_lines(file, on_bad=on_bad):
         if line.strip():
-            yield f"{file}:{number}", parse_json(line, f"{file}:{number}")
+            where = f"{file}:{number}"
+            try:
+                value = parse_json(line, where)
+            except RalmError as error:
+                on_bad(error)
+                continue
+            yield where, value
 
 
 def encodable(text: str, where: str) -> str:
@@ -97,11 +112,14 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
-def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, str]]:
+def read_lines(
+    path: Path, *, keep_last: bool = False, on_bad: Callable[[RalmError], None] = refuse
+) -> Iterator[tuple[int, str]]:
     """Numbered lines of a UTF-8 file, gzipped or not, split on "\\n" only; a byte-order mark is dropped.
 
     Args:
         keep_last: also yield what follows the last newline when that is nothing, so that joining restores the file.
+        on_bad: is given what is wrong with a line that is not UTF-8; the line is skipped if it returns.
 
     Raises:
         UsageError: there is no such file.
@@ -113,7 +131,11 @@ def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, st
             ended = True
             for number, raw in enumerate(file, start=1):
                 ended = raw.endswith(b"\n")
-                line = raw.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                try:
+                    line = raw.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    on_bad(RalmError(f"{path}:{number}: not UTF-8 ({error.reason})"))
+                    continue
                 yield number, line
             if keep_last and ended and number:
                 yield number + 1, ""
@@ -121,8 +143,6 @@ def read_lines(path: Path, *, keep_last: bool = False) -> Iterator[tuple[int, st
         raise UsageError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise UsageError(f"{path}: is a folder, not a file") from None
-    except UnicodeDecodeError as error:
-        raise RalmError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
     except (EOFError, zlib.error, OSError) as error:
         raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
 
@@ -133,14 +153,47 @@ def write_text(path: str, content: str) -> None:
     Raises:
         RalmError: it cannot be written.
     """
+    with replacing(path) as part:
+        part.write_text(content, encoding="utf-8")
+
+
+def write_lines(path: str, lines: Iterable[str]) -> int:
+    """Writes lines, each ended by "\\n", as `write_text` does; gzipped if the name ends in .gz. Returns their number.
+
+    Raises:
+        RalmError: it cannot be written, or a lone surrogate is in a line.
+    """
+    number = 0
+    with replacing(path) as part, part.open("wb") as raw:
+        # neither name nor time, so that the same lines are the same bytes
+        zipped = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.endswith(".gz") else nullcontext(raw)
+        with zipped as file:
+            for number, line in enumerate(lines, start=1):
+                file.write(encodable(line, f"{path}:{number}").encode() + b"\n")
+    return number
+
+
+def json_line(value: Any) -> str:
+    """`value` as JSON that every program takes for one line: what Unicode calls a line end is escaped too."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return line.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[Path]:
+    """The file to write instead of `path`, which it replaces in the end.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
     file = Path(path).expanduser()
     with writing(path):
         if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe
-            file.write_text(content, encoding="utf-8")
+            yield file
             return
         part = file.with_name(f"{file.name}.part")
         try:
-            part.write_text(content, encoding="utf-8")
+            yield part
             part.replace(file)
         finally:
             part.unlink(missing_ok=True)

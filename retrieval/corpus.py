@@ -3,9 +3,8 @@
 Lines are split on "\\n" only, and every refusal names file and line.
 """
 
-import csv
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,9 +15,21 @@ import pyarrow.compute as pc
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
-from ralm_jax.text import encodable, read_lines, read_rows, writing
+from ralm_jax.text import json_line, read_lines, read_object, refuse, write_lines, writing
+from retrieval.rows import (
+    OnBad,
+    RowCount,
+    arrow_rows,
+    clean,
+    field,
+    json_rows,
+    named_tsv_rows,
+    parquet_rows,
+    tsv_line,
+)
 
-Format = Literal["auto", "pyserini", "beir", "dpr", "text"]
+Format = Literal["auto", "pyserini", "beir", "dpr", "parquet", "arrow", "text"]
+WrittenFormat = Literal["pyserini", "beir", "dpr"]
 
 HEADING = re.compile(r"\s*(?:#{1,6}\s+(.+?)\s*#*|=+ (.+?) =+)\s*")  # Markdown's and WikiText's
 TEXT_SUFFIXES = re.compile(r"(\.(txt|text|md))?(\.gz)?$")
@@ -38,36 +49,46 @@ class Passage(NamedTuple):
 
 
 def read_corpus(
-    path: str, format: Format = "auto", *, passage_words: int = 100, split_rows: bool = False
+    path: str,
+    format: Format = "auto",
+    *,
+    passage_words: int = 100,
+    split_rows: bool = False,
+    count: RowCount | None = None,
 ) -> Iterator[Passage]:
     """The passages of a file, or of all files of a folder in the order of their names.
 
     Args:
         format: of the files: "pyserini" jsonl {id, contents}; "beir" jsonl {_id or id, title, text}; "dpr" TSV with
-            the header id, text, title; "text"; or "auto", by file name and first row.
+            the header id, text, title; "parquet" or "arrow" (a `datasets` folder) with the columns id, title, text;
+            "text"; or "auto", by file name and first row.
         passage_words: running text is cut into passages of so many words that do not overlap.
-        split_rows: cut the rows of jsonl and TSV files as well; they are passages as they are otherwise.
+        split_rows: cut the rows of the other files as well; they are passages as they are otherwise.
+        count: counts the rows while they are read, and says whether bad ones are skipped; they are refused otherwise.
 
     Raises:
         UsageError: no such file or folder, or `passage_words` below 1.
         RalmError: no passages, or a row that is not of the format; file and line are named.
     """
     at_least(1, passage_words=passage_words)
-    passages = corpus_passages(path, format, passage_words, split_rows)
+    count = count or RowCount()
+    passages = corpus_passages(path, format, passage_words, split_rows, count)
     first = next(passages, None)
     if first is None:
-        raise RalmError(f"{path}: no passages in it")
+        raise RalmError(f"{path}: no passages in it" + (f": {count}" if count.bad else ""))
     yield first
     yield from passages
 
 
-def corpus_passages(path: str, format: Format, passage_words: int, split_rows: bool) -> Iterator[Passage]:
+def corpus_passages(
+    path: str, format: Format, passage_words: int, split_rows: bool, count: RowCount
+) -> Iterator[Passage]:
     for file, name in corpus_files(path):
         kind = detect_format(file) if format == "auto" else format
         if kind == "text":
-            yield from text_passages(file, name, passage_words)
+            yield from text_passages(file, name, passage_words, count)
             continue
-        for passage in {"pyserini": pyserini_rows, "beir": beir_rows, "dpr": dpr_rows}[kind](file):
+        for passage in row_passages(file, kind, count):
             if split_rows:
                 for i, text in enumerate(cut_words(passage.text, passage_words) or [""]):
                     yield Passage(f"{passage.id}-{i}", passage.title, text)
@@ -75,12 +96,26 @@ def corpus_passages(path: str, format: Format, passage_words: int, split_rows: b
                 yield passage
 
 
+def row_passages(file: Path, format: Format, count: RowCount) -> Iterator[Passage]:
+    """The passages of a file that has a row for each."""
+    rows, as_passage = ROWS[format]
+    for where, row in rows(file, count.on_bad):
+        try:
+            passage = as_passage(row, where)
+        except RalmError as error:
+            count.on_bad(error)
+            continue
+        count.rows += 1
+        yield passage
+
+
 def corpus_files(path: str) -> list[tuple[Path, str]]:
     """The files of a corpus and their names without suffix, below the folder if it is one; of a BEIR data set only
-    the corpus.
+    the corpus, of what `datasets` saved the files that hold its rows.
 
     Raises:
         UsageError: a folder without files.
+        RalmError: a state.json that is not of `datasets`.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -88,12 +123,24 @@ def corpus_files(path: str) -> list[tuple[Path, str]]:
     files = sorted(file for file in root.rglob("*") if file.is_file())
     if any(file.name.startswith("queries.jsonl") for file in files):
         files = [file for file in files if file.name.startswith("corpus.jsonl")] or files
+    if any(file.name == "state.json" for file in files):
+        files = [data for file in files if file.name == "state.json" for data in datasets_files(file)]
     if not files:
         raise UsageError(f"{path}: the folder has no files")
     return [(file, TEXT_SUFFIXES.sub("", str(file.relative_to(root)))) for file in files]
 
 
-def describe_corpus(path: str, format: Format, *, passage_words: int, split_rows: bool) -> dict[str, Any]:
+def datasets_files(state: Path) -> list[Path]:
+    """The files that a `datasets` folder's state.json lists."""
+    try:
+        return [state.parent / Path(entry["filename"]).name for entry in read_object(state)["_data_files"]]
+    except (KeyError, TypeError):
+        raise RalmError(f"{state}: lists no _data_files, as the state.json of a datasets folder does") from None
+
+
+def describe_corpus(
+    path: str, format: Format, *, passage_words: int, split_rows: bool, skip_bad_rows: bool = False
+) -> dict[str, Any]:
     """What the passages of `read_corpus` depend on, without reading the files: their names, sizes and times."""
     digest = sha256()
     for file, _ in corpus_files(path):
@@ -105,100 +152,63 @@ def describe_corpus(path: str, format: Format, *, passage_words: int, split_rows
         "corpus_format": format,
         "passage_words": passage_words,
         "split_rows": split_rows,
+        "skip_bad_rows": skip_bad_rows,
     }
 
 
-def detect_format(file: Path) -> Literal["pyserini", "beir", "dpr", "text"]:
-    """By suffix, and for jsonl by the fields of the first row.
+def detect_format(file: Path) -> Literal["pyserini", "beir", "dpr", "parquet", "arrow", "text"]:
+    """By suffix, and for jsonl by the fields of the first row that can be read.
 
     Raises:
         RalmError: a suffix that is not one of running text either.
     """
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
-    if suffix == ".tsv":
-        return "dpr"
     if suffix == ".jsonl":
-        return next(("pyserini" if "contents" in row else "beir" for _, row in json_rows(file)), "beir")
-    if suffix in (".json", ".csv", ".parquet", ".arrow"):
+        rows = json_rows(file, lambda error: None)  # whoever reads the rows finds out about bad ones
+        return next(("pyserini" if "contents" in row else "beir" for _, row in rows), "beir")
+    if suffix in (".json", ".csv"):
         raise RalmError(
             f"{file}: {suffix} is not one of the formats; if it is one by another name, say --corpus-format"
         )
-    return "text"
+    return {".tsv": "dpr", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix, "text")  # type: ignore[return-value]
 
 
-def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """Place (file:line) and object of every row."""
-    for where, row in read_rows(file):
-        if not isinstance(row, dict):
-            raise RalmError(f"{where}: expected a JSON object, found {type(row).__name__}")
-        yield where, row
-
-
-def field(row: dict, names: Sequence[str], where: str, *, default: str | None = None) -> str:
-    """The first of `names` that `row` has, as clean text; numbers are accepted as ids."""
-    if not isinstance(row, dict):
-        raise RalmError(f"{where}: expected an object, found {type(row).__name__}")
-    for name in names:
-        value = row.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise RalmError(f"{where}: field {name!r} is {type(value).__name__}, expected a string")
-        return clean(str(value), where)
-    if default is None:
-        raise RalmError(f"{where}: field {' or '.join(map(repr, names))} is missing")
-    return default
-
-
-def clean(text: str, where: str) -> str:
-    return encodable(text, where).replace("\0", " ")
-
-
-def pyserini_rows(file: Path) -> Iterator[Passage]:
+def pyserini_passage(row: dict, where: str) -> Passage:
     """{id, contents: "title\\ntext"}; contents of one line have no title."""
-    for where, row in json_rows(file):
-        contents = field(row, ["contents"], where)
-        title, newline, text = contents.partition("\n")
-        yield Passage(field(row, ["id"], where), *((title, text) if newline else ("", contents)))
+    return Passage(field(row, ["id"], where), *split_contents(field(row, ["contents"], where)))
 
 
-def beir_rows(file: Path) -> Iterator[Passage]:
-    """{_id, title, text}; `id` will do, and a title may be missing."""
-    for where, row in json_rows(file):
-        yield Passage(
-            field(row, ["_id", "id"], where), field(row, ["title"], where, default=""), field(row, ["text"], where)
-        )
+def split_contents(contents: str) -> tuple[str, str]:
+    """Title and text of `Passage.contents`."""
+    title, newline, text = contents.partition("\n")
+    return (title, text) if newline else ("", contents)
 
 
-def dpr_rows(file: Path) -> Iterator[Passage]:
+def columns_passage(row: dict, where: str) -> Passage:
+    """{_id or id, title, text}; a title may be missing."""
+    title = field(row, ["title"], where, default="")
+    return Passage(field(row, ["_id", "id"], where), title, field(row, ["text"], where))
+
+
+def dpr_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
     """DPR's TSV: header id, text, title (text before title), quoted as CSV, newlines inside quotes allowed."""
-    csv.field_size_limit(1 << 30)
-    # strict: a quote that is never closed, or goes on after closing, is an error instead of a swallowed row
-    lines = (line.removesuffix("\r") + "\n" for _, line in read_lines(file))
-    reader = csv.reader(lines, delimiter="\t", strict=True)
-    columns: dict[str, int] | None = None
-    while True:
-        where = f"{file}:{reader.line_num + 1}"
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise RalmError(f"{where}: {error}; the quoting of this row is broken") from None
-        if columns is None:
-            if sorted(row) != ["id", "text", "title"]:
-                raise RalmError(f"{where}: expected the header id, text, title; found {', '.join(row)[:80]}")
-            columns = {name: i for i, name in enumerate(row)}
-            continue
-        if len(row) != 3:
-            raise RalmError(f"{where}: {len(row)} fields, expected 3 (id, text, title)")
-        yield Passage(*(clean(row[columns[name]], where) for name in ("id", "title", "text")))
+    return named_tsv_rows(file, ["id", "text", "title"], on_bad)
 
 
-def text_passages(file: Path, name: str, words: int) -> Iterator[Passage]:
+ROWS: dict[str, tuple[Callable[[Path, OnBad], Iterator[tuple[str, dict]]], Callable[[dict, str], Passage]]] = {
+    "pyserini": (json_rows, pyserini_passage),
+    "beir": (json_rows, columns_passage),
+    "dpr": (dpr_rows, columns_passage),
+    "parquet": (parquet_rows, columns_passage),
+    "arrow": (arrow_rows, columns_passage),
+}
+
+
+def text_passages(file: Path, name: str, words: int, lines: RowCount) -> Iterator[Passage]:
     """Running text, cut into passages; the title is the last heading, or the file's name."""
     title, pending, count = name, [], 0
-    for number, line in read_lines(file):
+    for number, line in read_lines(file, on_bad=lines.on_bad):
+        lines.rows += 1
         heading = HEADING.fullmatch(line)
         pending += [] if heading else clean(line, f"{file}:{number}").split()
         while len(pending) >= words or (heading and pending):
@@ -213,6 +223,46 @@ def text_passages(file: Path, name: str, words: int) -> Iterator[Passage]:
 def cut_words(text: str, words: int) -> list[str]:
     split = text.split()
     return [" ".join(split[i : i + words]) for i in range(0, len(split), words)]
+
+
+# --- written for other programs ---
+
+
+def write_corpus(passages: Iterable[Passage], path: str, format: WrittenFormat) -> int:
+    """Writes `passages` as a file that `read_corpus` reads back, gzipped if its name ends in .gz; returns their number.
+
+    Raises:
+        RalmError: it cannot be written, or a title of more than one line in the format "pyserini".
+    """
+    lines = {"pyserini": pyserini_lines, "beir": beir_lines, "dpr": dpr_lines}[format](passages)
+    return write_lines(path, lines) - (format == "dpr")
+
+
+def pyserini_lines(passages: Iterable[Passage]) -> Iterator[str]:
+    for passage in passages:
+        yield json_line({"id": passage.id, "contents": join_contents(passage)})
+
+
+def join_contents(passage: Passage) -> str:
+    """What `split_contents` splits: as `Passage.contents`, but a text of several lines keeps an empty title.
+
+    Raises:
+        RalmError: a title of more than one line.
+    """
+    if "\n" in passage.title:
+        raise RalmError(f"passage {passage.id!r}: its title has more than one line, which Pyserini's files cannot hold")
+    return f"\n{passage.text}" if not passage.title and "\n" in passage.text else passage.contents
+
+
+def beir_lines(passages: Iterable[Passage]) -> Iterator[str]:
+    for passage in passages:
+        yield json_line({"_id": passage.id, "title": passage.title, "text": passage.text})
+
+
+def dpr_lines(passages: Iterable[Passage]) -> Iterator[str]:
+    yield tsv_line(["id", "text", "title"])
+    for passage in passages:
+        yield tsv_line([passage.id, passage.text, passage.title])
 
 
 # --- the passages of an index ---

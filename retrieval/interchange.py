@@ -9,8 +9,9 @@ import numpy as np
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import Text, parse_json, write_text
 from ralm_jax.tokenizer import Tokenizer
-from retrieval.corpus import Passage, Passages, field
+from retrieval.corpus import Passage, Passages
 from retrieval.query import stride_queries
+from retrieval.rows import field
 from retrieval.table import RetrievalTable
 
 

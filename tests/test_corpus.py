@@ -4,6 +4,8 @@ import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ralm_jax.errors import RalmError, UsageError
@@ -15,8 +17,10 @@ from retrieval.corpus import (
     read_corpus,
     read_queries,
     read_titles,
+    write_corpus,
     write_passages,
 )
+from retrieval.rows import RowCount
 from tests import tiny
 
 
@@ -61,6 +65,10 @@ class TestFormats:
     def test_dpr_text_may_hold_newlines_and_tabs_in_quotes(self, tmp_path):
         path = write(tmp_path / "psgs.tsv", 'id\ttext\ttitle\r\n1\t"two\nlines\tand a tab"\tT\r\n')
         assert list(read_corpus(path)) == [Passage("1", "T", "two\nlines\tand a tab")]
+
+    def test_dpr_line_ends_in_quotes_are_content(self, tmp_path):
+        path = write(tmp_path / "psgs.tsv", 'id\ttext\ttitle\r\n1\t"two\r\nlines"\tT\r\n\r\n2\t"\u2028"\tT\n')
+        assert [p.text for p in read_corpus(path)] == ["two\r\nlines", "\u2028"]
 
     def test_text_is_cut_into_words(self, tmp_path):
         path = write(tmp_path / "notes.txt", "one two three\nfour\n\nfive six seven")
@@ -126,6 +134,190 @@ class TestFormats:
         assert passages.titled(frozenset(["Weird"])).tolist() == [False]
 
 
+COLUMNS = {"id": ["a", "b"], "title": ["T", None], "text": ["one", "two\nlines"]}
+
+
+def save_dataset(folder, tables):
+    """A folder as `datasets.Dataset.save_to_disk` leaves it: Arrow streams and two files about them."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(tables):05}.arrow" for i in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+class TestColumns:
+    EXPECTED = [Passage("a", "T", "one"), Passage("b", "", "two\nlines")]
+
+    def test_parquet(self, tmp_path):
+        pq.write_table(pa.table(COLUMNS | {"embedding": [[1.0], [2.0]]}), tmp_path / "c.parquet")
+        assert list(read_corpus(str(tmp_path / "c.parquet"))) == self.EXPECTED
+        assert list(read_corpus(str(tmp_path))) == self.EXPECTED
+
+    def test_large_strings_dictionaries_and_numbers(self, tmp_path):
+        table = pa.table({
+            "_id": pa.array([1, 2]), "text": pa.array(["x", "y"], pa.large_string()),
+            "title": pa.array(["T", "T"]).dictionary_encode(),
+        })  # fmt: skip
+        pq.write_table(table, tmp_path / "c.parquet")
+        assert list(read_corpus(str(tmp_path / "c.parquet"))) == [Passage("1", "T", "x"), Passage("2", "T", "y")]
+
+    def test_a_datasets_folder(self, tmp_path):
+        table = pa.table(COLUMNS)
+        save_dataset(tmp_path / "one", [table, table.slice(1)])
+        write(tmp_path / "one" / "data-00000-of-00009.arrow", "left by an earlier save")
+        assert list(read_corpus(str(tmp_path / "one"))) == [*self.EXPECTED, self.EXPECTED[1]]
+
+    def test_a_datasets_folder_with_splits(self, tmp_path):
+        save_dataset(tmp_path / "all" / "test", [pa.table(COLUMNS).slice(0, 1)])
+        save_dataset(tmp_path / "all" / "train", [pa.table(COLUMNS).slice(1)])
+        write(tmp_path / "all" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+        assert list(read_corpus(str(tmp_path / "all"))) == self.EXPECTED
+        assert list(read_corpus(str(tmp_path / "all" / "train"))) == self.EXPECTED[1:]
+
+    def test_the_passages_of_an_index_are_a_corpus(self, tmp_path):
+        list(write_passages(self.EXPECTED, tmp_path / "passages.arrow"))
+        assert list(read_corpus(str(tmp_path / "passages.arrow"))) == self.EXPECTED
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            ({"id": ["a"], "body": ["x"]}, r"c\.parquet: row 1: field 'text' is missing"),
+            ({"body": ["x"]}, r"c\.parquet: row 1: field '_id' or 'id' is missing"),
+            ({"id": ["a", "b"], "text": ["x", None]}, r"c\.parquet: row 2: field 'text' is missing"),
+            ({"id": ["a"], "text": [1.5]}, r"c\.parquet: row 1: field 'text' is float"),
+        ],
+    )
+    def test_refusals(self, tmp_path, columns, message):
+        pq.write_table(pa.table(columns), tmp_path / "c.parquet")
+        with pytest.raises(RalmError, match=message):
+            list(read_corpus(str(tmp_path / "c.parquet")))
+
+    @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+    def test_damaged_and_missing_files(self, tmp_path, suffix):
+        path = tmp_path / f"c.{suffix}"
+        with pytest.raises(UsageError, match="no such file"):
+            list(read_corpus(str(path)))
+        pq.write_table(pa.table({"id": ["a"] * 999, "text": ["x"] * 999}), path)
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(RalmError, match=rf"c\.{suffix}: row 1: cannot be read"):
+            list(read_corpus(str(path)))
+
+    def test_text_that_is_not_utf_8(self, tmp_path):
+        data = pa.array([b"x", b"\xff"]).view(pa.string())
+        pq.write_table(pa.table({"id": ["a", "b"], "text": data}), tmp_path / "c.parquet")
+        with pytest.raises(RalmError, match=r"c\.parquet: row 2: not UTF-8"):
+            list(read_corpus(str(tmp_path / "c.parquet")))
+        count = RowCount(skip_bad=True)
+        assert list(read_corpus(str(tmp_path / "c.parquet"), count=count)) == [Passage("a", "", "x")]
+        assert (count.rows, count.bad) == (2, 1)
+
+    def test_a_state_of_something_else(self, tmp_path):
+        write(tmp_path / "state.json", "{}")
+        with pytest.raises(RalmError, match=r"state\.json: lists no _data_files"):
+            list(read_corpus(str(tmp_path)))
+
+
+ODDITIES = {
+    "newlines": "two\nlines\n\nand an end\n",
+    "tabs": "a\tb\t",
+    "an unbalanced quote": 'a 5" disk',
+    "a quote in front": '"a disk',
+    "quotes": '""a"" \'b\'',
+    "carriage returns": "\r a\rb\r\nc\r",
+    "what Unicode calls line ends": "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg",
+    "a byte-order mark": "\ufeffa\ufeff",
+    "backslashes": "a\\nb\\",
+    "nothing": "",
+    "spaces": "  a  ",
+    "other planes": "日本語 😀",
+}
+
+
+class TestRoundTrips:
+    @pytest.mark.parametrize("name", ["out", "out.gz"])
+    @pytest.mark.parametrize("format", ["dpr", "beir", "pyserini"])
+    @pytest.mark.parametrize("oddity", ODDITIES)
+    def test_every_oddity(self, tmp_path, format, oddity, name):
+        odd = ODDITIES[oddity]
+        titles = ["", "T", odd.replace("\n", " ") if format == "pyserini" else odd]
+        made = [
+            Passage(str(i), title, text) for i, (title, text) in enumerate((t, x) for t in titles for x in (odd, "x"))
+        ]
+        path = str(tmp_path / name)
+        assert write_corpus(iter(made), path, format) == len(made)
+        assert list(read_corpus(path, format)) == made
+        write_corpus(read_corpus(path, format), path + ".again" + name[3:], format)
+        assert (tmp_path / name).read_bytes() == (tmp_path / f"{name}.again{name[3:]}").read_bytes()
+
+    @pytest.mark.parametrize("format", ["beir", "pyserini"])
+    def test_a_line_is_one_line_to_every_program(self, tmp_path, format):
+        write_corpus([Passage("1", "T", text) for text in ODDITIES.values()], str(tmp_path / "c"), format)
+        assert len((tmp_path / "c").read_text().splitlines()) == len(ODDITIES)
+
+    def test_as_dpr_has_it(self, tmp_path):
+        path = str(tmp_path / "p.tsv")
+        write_corpus([Passage("1", "T one", 'a "quoted" text'), Passage("2", 'T "two"', "plain text")], path, "dpr")
+        assert (tmp_path / "p.tsv").read_text() == DPR
+
+    @pytest.mark.parametrize("format", ["dpr", "beir", "pyserini"])
+    def test_refusals_leave_nothing(self, tmp_path, format):
+        with pytest.raises(RalmError, match=r"out:\d: a lone surrogate"):
+            write_corpus([Passage("1", "", "\udc80")], str(tmp_path / "out"), format)
+        if format == "pyserini":
+            with pytest.raises(RalmError, match="passage '1': its title has more than one line"):
+                write_corpus([Passage("1", "a\nb", "")], str(tmp_path / "out"), format)
+        assert not list(tmp_path.iterdir())
+
+
+class TestSkipping:
+    """Bad rows are skipped and counted; what is around them is read."""
+
+    def read(self, path, **options):
+        count = RowCount(skip_bad=True)
+        return [p.text for p in read_corpus(path, count=count, **options)], count
+
+    def test_jsonl(self, tmp_path):
+        content = b'[1]\n{\n{"_id": "1", "text": "a"}\n{"_id": "2"}\n\n{"_id": "3", "text": "\\ud800"}\n\xff\n' + (
+            b'{"_id": "4", "text": "b"}\n{"_id": "5", "text": '
+        )
+        texts, count = self.read(write(tmp_path / "c.jsonl", content))
+        assert texts == ["a", "b"]
+        assert (count.rows, count.bad) == (8, 6)
+        first = f"{tmp_path}/c.jsonl:1: expected a JSON object, found list"
+        assert str(count) == f"8 rows read, 6 of them bad and skipped (the first: {first})"
+
+    def test_dpr(self, tmp_path):
+        content = (
+            b'id\ttext\ttitle\n1\t"never closed\tT\n2\tb\tT\n3\t"c\nc"\tT\n4\t"closed" early\tT\n5\te\n'
+            b'6\t"f\n\xff\nf"\tT\n7\tg\tT\n8\t"never closed'
+        )
+        texts, count = self.read(write(tmp_path / "p.tsv", content))
+        assert texts == ["b", "c\nc", "g"]
+        assert (count.rows, count.bad) == (8, 5)
+        assert "p.tsv:2: " in count.first_bad
+
+    def test_lines_of_text(self, tmp_path):
+        texts, count = self.read(write(tmp_path / "t.txt", b"a\n\xff\nb"))
+        assert (texts, count.rows, count.bad) == (["a b"], 3, 1)
+
+    def test_rows_are_counted_as_they_stand_in_the_file(self, tmp_path):
+        path = write(tmp_path / "c.jsonl", rows({"_id": "a", "text": "one two three"}))
+        texts, count = self.read(path, split_rows=True, passage_words=1)
+        assert (len(texts), str(count)) == (3, "1 row read")
+
+    def test_nothing_but_bad_rows(self, tmp_path):
+        with pytest.raises(RalmError, match=r"c\.jsonl: no passages in it: 1 row read, 1 of them bad"):
+            self.read(write(tmp_path / "c.jsonl", "{}\n"))
+
+    @pytest.mark.parametrize("content", ["1\ttext\ttitle\n2\ta\tb\n"])
+    def test_a_wrong_header_is_no_bad_row(self, tmp_path, content):
+        with pytest.raises(RalmError, match="expected the header id, text, title"):
+            self.read(write(tmp_path / "p.tsv", content))
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -167,7 +359,7 @@ class TestRefusals:
         with pytest.raises(RalmError, match=r"c\.jsonl\.gz:\d+: (cannot be read|not UTF-8|not JSON)"):
             list(read_corpus(str(path)))
 
-    @pytest.mark.parametrize("name", ["c.json", "c.csv", "c.parquet"])
+    @pytest.mark.parametrize("name", ["c.json", "c.csv", "c.csv.gz"])
     def test_formats_that_are_not_known(self, tmp_path, name):
         with pytest.raises(RalmError, match="is not one of the formats"):
             list(read_corpus(write(tmp_path / name, "[1]")))
