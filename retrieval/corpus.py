@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -157,17 +157,25 @@ def clean(text: str, where: str) -> str:
 def pyserini_rows(file: Path) -> Iterator[Passage]:
     """{id, contents: "title\\ntext"}; contents of one line have no title."""
     for where, row in json_rows(file):
-        contents = field(row, ["contents"], where)
-        title, newline, text = contents.partition("\n")
-        yield Passage(field(row, ["id"], where), *((title, text) if newline else ("", contents)))
+        yield pyserini_passage(row, where)
+
+
+def pyserini_passage(row: dict, where: str) -> Passage:
+    contents = field(row, ["contents"], where)
+    title, newline, text = contents.partition("\n")
+    return Passage(field(row, ["id"], where), *((title, text) if newline else ("", contents)))
 
 
 def beir_rows(file: Path) -> Iterator[Passage]:
     """{_id, title, text}; `id` will do, and a title may be missing."""
     for where, row in json_rows(file):
-        yield Passage(
-            field(row, ["_id", "id"], where), field(row, ["title"], where, default=""), field(row, ["text"], where)
-        )
+        yield beir_passage(row, where)
+
+
+def beir_passage(row: dict, where: str) -> Passage:
+    return Passage(
+        field(row, ["_id", "id"], where), field(row, ["title"], where, default=""), field(row, ["text"], where)
+    )
 
 
 def dpr_rows(file: Path) -> Iterator[Passage]:
@@ -236,6 +244,21 @@ def write_passages(passages: Iterable[Passage], path: Path) -> Iterator[Passage]
             writer.write_batch(as_batch(batch))
 
 
+class PassageRows(Protocol):
+    """Passages by row: what the rows of a retriever's hits are."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, rows: Iterable[int] | np.ndarray) -> list[Passage]:
+        """The passages of `rows`, in their order."""
+
+    def contents(self, rows: Iterable[int] | np.ndarray) -> list[str]:
+        """`Passage.contents` of `rows`."""
+
+    def titled(self, titles: frozenset[str], rows: np.ndarray) -> np.ndarray:
+        """Which of `rows`, in their shape, have one of `titles`; a title in double quotes counts without them."""
+
+
 class Passages:
     """Passages by row, in Arrow batches of `BATCH_ROWS` rows; those of a file stay on disk until they are asked for."""
 
@@ -273,15 +296,15 @@ class Passages:
         """`Passage.contents` of `rows`."""
         return [passage.contents for passage in self.rows(rows)]
 
-    def titled(self, titles: frozenset[str]) -> np.ndarray:
-        """(N,) bool: the passages whose title is one of `titles`; a title in double quotes counts without them."""
+    def titled(self, titles: frozenset[str], rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Which of `rows`, all by default, have one of `titles`; a title in double quotes counts without them."""
         if self._titled is None or self._titled[0] != titles:  # a text asks for the same titles again and again
             wanted = pa.array(sorted(titles | {f'"{title}"' for title in titles}), pa.string())
             found = [
                 pc.is_in(batch["title"], value_set=wanted).to_numpy(zero_copy_only=False) for batch in self._batches
             ]
             self._titled = titles, np.concatenate([np.zeros(0, bool), *found])
-        return self._titled[1]
+        return self._titled[1][rows]
 
 
 def as_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
