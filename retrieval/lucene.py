@@ -4,11 +4,13 @@ Pyserini brings the jar and the JVM (pyjnius); the searching is Lucene's own `In
 ties by the spelling of the id, and here they go to the lower row.
 
 A row is Lucene's own number of a document. It stays while the index stays as it is; `fingerprint` changes with it. An
-index that `build_index` made is written by one thread, so that its rows are those of the corpus.
+index that `build_index` made is written by one thread, so that its rows are those of the corpus; unless it is so large
+that Lucene merges parts of it, which `build_index` warns of.
 """
 
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,12 +35,20 @@ from ralm_jax.storage import Folder
 from ralm_jax.text import parse_json, writing
 from retrieval.bm25 import K1, B
 from retrieval.corpus import Passage, beir_passage, pyserini_passage
-from retrieval.retriever import KIND, Hits, first_kept
+from retrieval.retriever import KIND, Hits, first_kept, new_index
+
+log = logging.getLogger("ralm")
 
 PREBUILT = "lucene:"  # "lucene:NAME" is Pyserini's prebuilt index NAME
 OLDEST_JAVA = 21  # what Pyserini's jar is compiled for
 SETTINGS = {"engine": "lucene", "analyzer": "DefaultEnglishAnalyzer", "k1": K1, "b": B}
 ADVICE = "install a JDK and name it with JAVA_HOME, or use the embedded engine (ralm index without --engine)"
+
+# one thread, for more would shuffle the rows
+INDEXER = (
+    "pyserini.index.lucene", "--collection", "JsonCollection", "--generator", "DefaultLuceneDocumentGenerator",
+    "--threads", "1", "--storeRaw",
+)  # fmt: skip
 
 # where systems put a JDK; JAVA_HOME, JVM_PATH and the `java` of the PATH come first
 USUAL_FOLDERS = (
@@ -177,18 +187,16 @@ def build_index(
         RalmError: no Java or no Pyserini, a row of the corpus is broken, there are no passages, or the indexer fails.
     """
     java()
-    if "://" in location:
-        raise UsageError(f"{location}: an index is memory-mapped and must lie on a local disk")
-    folder = Folder.create(location, KIND, SETTINGS, "overwrite" if overwrite else "refuse", resumable=False)
+    folder, passages = new_index(location, passages, SETTINGS, overwrite)
     root = Path(location).expanduser().absolute()
     with tempfile.TemporaryDirectory(dir=root, prefix="passages-") as rows:
         count = write_rows(tqdm(passages, unit=" passages", disable=None if progress is None else not progress), rows)
-        if not count:
-            raise RalmError("the corpus has no passages")
-        run_indexer(rows, str(root / "lucene"))
+        run_indexer(rows, root / "lucene")
     index = LuceneIndex.of(location, root / "lucene", {})
     if len(index.passages) != count:
         raise RalmError(f"{location}: Lucene indexed {len(index.passages):,} of {count:,} passages")
+    if merged(root / "lucene"):
+        log.warning("%s: Lucene merged parts of the index; its rows are not in the order of the corpus", location)
     folder.about.update(passages=count, source=source or {})
     folder.write_manifest()
     return LuceneIndex.open(location)
@@ -207,20 +215,30 @@ def write_rows(passages: Iterable[Passage], folder: str) -> int:
     return count
 
 
-def run_indexer(rows: str, index: str) -> None:
-    """Pyserini's documented command, in a process of its own. One thread: more would shuffle the rows.
+def run_indexer(rows: str, index: Path) -> None:
+    """Pyserini's documented command, in a process of its own.
 
     Raises:
         RalmError: it fails; its last line is given.
     """
-    command = [
-        sys.executable, "-m", "pyserini.index.lucene", "--collection", "JsonCollection", "--input", rows,
-        "--index", index, "--generator", "DefaultLuceneDocumentGenerator", "--threads", "1", "--storeRaw",
-    ]  # fmt: skip
+    before = set(index.glob("segments_*"))
+    command = [sys.executable, "-m", *INDEXER, "--input", rows, "--index", str(index)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | java_environment(), check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    if done.returncode or set(index.glob("segments_*")) <= before:  # its errors can have code 0
+        last = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()[-1]
         raise RalmError(f"{index}: Pyserini's indexer failed with code {done.returncode} ({last})")
+
+
+def merged(files: Path) -> bool:
+    """Whether Lucene has put parts of an index together, in an order of its own."""
+    segments = java()("org.apache.lucene.index.SegmentInfos").readLatestCommit(open_directory(files)).asList()
+    return any(segment.info.getDiagnostics().get("source") != "flush" for segment in segments.toArray())
+
+
+def open_directory(files: Path) -> Any:
+    """Lucene's view of a folder."""
+    path = java()("java.nio.file.Paths").get(str(files.absolute()))
+    return java()("org.apache.lucene.store.FSDirectory").open(path)
 
 
 def download_prebuilt(name: str) -> str:
@@ -327,9 +345,7 @@ class LuceneIndex:
         from jnius import JavaException
 
         try:
-            path = autoclass("java.nio.file.Paths").get(str(files.absolute()))
-            directory = autoclass("org.apache.lucene.store.FSDirectory").open(path)
-            reader = autoclass("org.apache.lucene.index.DirectoryReader").open(directory)
+            reader = autoclass("org.apache.lucene.index.DirectoryReader").open(open_directory(files))
         except JavaException as error:
             raise RalmError(f"{location}: Lucene cannot open the index ({first_line(error)})") from None
         kind = "(Lorg/apache/lucene/index/IndexReader;)V"  # pyjnius would take another of the constructors

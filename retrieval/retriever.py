@@ -1,15 +1,16 @@
 """What a retriever is: queries in, rows of a corpus out. `retrieval.bm25` and `retrieval.lucene` are two."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import Exclusion
 from ralm_jax.storage import Folder
-from retrieval.corpus import PassageRows
+from retrieval.corpus import Passage, PassageRows
 
 KIND = "index"
 
@@ -70,6 +71,25 @@ def open_index(location: str) -> Retriever:
     if engine not in ("bm25", "lucene"):
         raise RalmError(f"{location}: an index of engine {engine!r}, which is not here")
     return LuceneIndex.open(location) if engine == "lucene" else BM25Index.open(location)
+
+
+def new_index(
+    location: str, passages: Iterable[Passage], settings: dict[str, Any], overwrite: bool
+) -> tuple[Folder, Iterator[Passage]]:
+    """The folder of an index to be built, and its passages; a corpus that cannot be read leaves no folder behind.
+
+    Raises:
+        UsageError: `location` is taken and `overwrite` is not set, or it is not an index, or not a local folder.
+        RalmError: there are no passages, or the first row is broken.
+    """
+    if "://" in location:
+        raise UsageError(f"{location}: an index is memory-mapped and must lie on a local disk")
+    passages = iter(passages)
+    first = next(passages, None)
+    if first is None:
+        raise RalmError("the corpus has no passages")
+    folder = Folder.create(location, KIND, settings, "overwrite" if overwrite else "refuse", resumable=False)
+    return folder, chain([first], passages)
 
 
 def look_up(
