@@ -1,7 +1,8 @@
 """Lucene through Pyserini: indexes of 21 million passages that stay on disk, one's own or Pyserini's prebuilt ones.
 
 Pyserini brings the jar and the JVM (pyjnius); the searching is Lucene's own `IndexSearcher`, because Anserini's breaks
-ties by the spelling of the id, and here they go to the lower row.
+ties by the spelling of the id, and here they go to the lower row. Pyserini's own searcher would also import PyTorch and
+an OpenAI client that wants a key.
 
 A row is Lucene's own number of a document. It stays while the index stays as it is; `fingerprint` changes with it. An
 index that `build_index` made is written by one thread, so that its rows are those of the corpus; unless it is so large
@@ -295,8 +296,8 @@ class LucenePassages:
         if raw is None:
             raise RalmError(f"{where}: its text is not stored; the index must be built with --storeRaw")
         stored = parse_json(raw, where)
-        titled = isinstance(stored, dict) and "text" in stored
-        return beir_passage(stored, where) if titled else pyserini_passage(stored, where)
+        apart = isinstance(stored, dict) and "text" in stored  # title and text
+        return beir_passage(stored, where) if apart else pyserini_passage(stored, where)
 
 
 def unquoted(title: str) -> str:

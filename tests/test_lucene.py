@@ -304,6 +304,15 @@ class TestFolder:
 
 
 class TestUse:
+    def test_neither_pytorch_nor_a_key_is_needed(self, odd):
+        code = (
+            "import sys; from retrieval.retriever import open_index;"
+            f"assert open_index({odd[1].location!r}).search(['poisson'], 1).rows.tolist() == [[8]];"
+            "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'openai')))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
+        assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
     def test_retrieve_and_score_as_with_the_embedded_engine(self, odd, tmp_path):
         _, theirs, ours = odd
         text, tokenizer = Text(tiny.text(300), "text.txt"), tiny.tokenizer()
