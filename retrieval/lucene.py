@@ -197,7 +197,7 @@ def build_index(
     if len(index.passages) != count:
         raise RalmError(f"{location}: Lucene indexed {len(index.passages):,} of {count:,} passages")
     if merged(root / "lucene"):
-        log.warning("%s: Lucene merged parts of the index; its rows are not in the order of the corpus", location)
+        log.warning("%s: Lucene merged parts of the index; its rows may not be in the order of the corpus", location)
     folder.about.update(passages=count, source=source or {})
     folder.write_manifest()
     return LuceneIndex.open(location)
@@ -231,7 +231,7 @@ def run_indexer(rows: str, index: Path) -> None:
 
 
 def merged(files: Path) -> bool:
-    """Whether Lucene has put parts of an index together, in an order of its own."""
+    """Whether Lucene has put parts of an index together, which it does in any order."""
     segments = java()("org.apache.lucene.index.SegmentInfos").readLatestCommit(open_directory(files)).asList()
     return any(segment.info.getDiagnostics().get("source") != "flush" for segment in segments.toArray())
 

@@ -249,15 +249,14 @@ class TestFolder:
             open_index(str(tmp_path / "index"))
         assert [path.name for path in (tmp_path / "index").iterdir()] == ["manifest.json"]
 
-    def test_an_order_that_is_not_the_corpus_is_told(self, pyserini, tmp_path, monkeypatch, caplog):
+    def test_an_order_that_may_not_be_the_corpus_is_told(self, pyserini, tmp_path, monkeypatch, caplog):
         """A small buffer gives a small corpus the many parts that Lucene merges."""
         texts = [" ".join(map(str, range(200 * i, 200 * i + 200))) for i in range(4000)]
         monkeypatch.setattr(lucene, "INDEXER", (*lucene.INDEXER, "--memoryBuffer", "1"))
         built = index(tmp_path, *texts)
-        assert "its rows are not in the order of the corpus" in caplog.text
+        assert "its rows may not be in the order of the corpus" in caplog.text
         rows = built.search(["7", "799999"], 1).rows[:, 0]
         assert [passage.id for passage in built.passages.rows(rows)] == ["0", "3999"]
-        assert rows.tolist() != [0, 3999]
 
     def test_no_order_but_the_corpus_with_few_parts(self, pyserini, tmp_path, monkeypatch, caplog):
         texts = [" ".join(map(str, range(200 * i, 200 * i + 200))) for i in range(800)]
