@@ -18,7 +18,7 @@ from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from ralm_jax.windows import Schedule, make_schedule
 from retrieval.bm25 import build_index
-from retrieval.corpus import Passage, Passages
+from retrieval.corpus import Passage, PassageRows, Passages
 from retrieval.interchange import import_json
 from retrieval.overlap import OVERLAP_WORDS, overlap
 from retrieval.query import retrieve
@@ -28,7 +28,7 @@ from retrieval.table import RetrievalTable, open_retrieval
 log = logging.getLogger("ralm")
 
 
-def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTable, Passages]:
+def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTable, PassageRows]:
     """A RetrievalTable, or the paper's JSON, and the passages that its rows are.
 
     Args:
@@ -59,7 +59,7 @@ def score(
     *,
     strides: StrideSettings,
     windows: WindowSettings,
-    retrieved: tuple[RetrievalTable, Passages] | None = None,
+    retrieved: tuple[RetrievalTable, PassageRows] | None = None,
     k: int = 16,
     batch_size: int | None = None,
     if_exists: IfExists = "refuse",
@@ -132,14 +132,14 @@ def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, windo
 
 
 def candidate_rows(
-    retrieved: tuple[RetrievalTable, Passages] | None,
+    retrieved: tuple[RetrievalTable, PassageRows] | None,
     text: Text,
     tokens: np.ndarray,
     tokenizer: Tokenizer,
     schedule: Schedule,
     strides: StrideSettings,
     k: int,
-) -> tuple[np.ndarray, Passages]:
+) -> tuple[np.ndarray, PassageRows]:
     """The first `k` passages (J, k) of each stride after the first, and what their rows are.
 
     Raises:
@@ -183,7 +183,7 @@ def score_settings(
 
 
 def describe(
-    text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: Passages, encode: PassageTokens
+    text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: PassageRows, encode: PassageTokens
 ) -> dict[str, Any]:
     """What a finished table tells of its text: the denominators of its perplexities, and overlap with the passages."""
     tokens = int(schedule.ends[-1])

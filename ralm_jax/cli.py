@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import create_mutex_group
@@ -41,18 +41,22 @@ class Index:
     Hugging Face `datasets` saved."""
     out: str
     """Folder for the index."""
+    engine: Literal["bm25", "lucene"] = "bm25"
+    """The embedded BM25, or Lucene (needs ralm-jax[lucene] and Java 21 or newer)."""
     passages: CorpusOptions = CorpusOptions()
     overwrite: bool = False
     """Replace an index that is there."""
 
     def run(self) -> None:
-        from retrieval.bm25 import build_index
+        from retrieval import bm25, lucene
 
+        build_index: Callable[..., Any] = lucene.build_index if self.engine == "lucene" else bm25.build_index
         source = self.passages.describe(self.corpus)
         passages, count = self.passages.read(self.corpus)
         index = build_index(passages, self.out, source=source, overwrite=self.overwrite)
+        terms = f", {index.about['terms']:,} terms" if "terms" in index.about else ""
         print(f"{self.corpus}: {count}")
-        print(f"{self.out}: {index.about['passages']:,} passages, {index.about['terms']:,} terms")
+        print(f"{self.out}: {index.about['passages']:,} passages{terms}")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Retrieve:
     """Retrieve passages for every stride of a text."""
 
     index: str
-    """Folder that `ralm index` made."""
+    """Folder that `ralm index` made, any Lucene index, or lucene:NAME for a prebuilt one of Pyserini's."""
     text: str
     """The text: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
     tokenizer: str
@@ -169,7 +173,7 @@ class Search:
     """Look into an index: the best passages for a query."""
 
     index: str
-    """Folder that `ralm index` made."""
+    """Folder that `ralm index` made, any Lucene index, or lucene:NAME for a prebuilt one of Pyserini's."""
     query: Annotated[str | None, ONE_OF_QUERY] = None
     """One query."""
     queries: Annotated[str | None, ONE_OF_QUERY] = None

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError
 from ralm_jax.settings import at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages, write_passages
-from retrieval.retriever import KIND, Hits
+from retrieval.retriever import KIND, Hits, new_index
 
 K1, B = 0.9, 0.4  # Pyserini's defaults, and the paper's
 
@@ -61,20 +61,14 @@ def build_index(
         "engine": "bm25", "analyzer": analyzer.NAME, "analyzer_version": analyzer.VERSION,
         "k1": k1, "b": b, "quantise_lengths": quantise_lengths,
     }  # fmt: skip
-    passages = iter(passages)
-    if "://" in location:
-        raise UsageError(f"{location}: an index is memory-mapped and must lie on a local disk")
-    first = next(passages, None)  # a corpus that cannot be read leaves no folder behind
-    if first is None:
-        raise RalmError("the corpus has no passages")
-    folder = Folder.create(location, KIND, settings, "overwrite" if overwrite else "refuse", resumable=False)
+    folder, passages = new_index(location, passages, settings, overwrite)
     root = Path(location).expanduser()
 
     vocabulary: dict[str, int] = {}
     digest = sha256()
     terms, lengths = [], []
     everything = tqdm(
-        write_passages(chained(first, passages), root / "passages.arrow"),
+        write_passages(passages, root / "passages.arrow"),
         unit=" passages", disable=None if progress is None else not progress,
     )  # fmt: skip
     for passage in everything:
@@ -92,11 +86,6 @@ def build_index(
     folder.about["score_range"] = [float(data.min()), float(data.max())] if len(data) else [0.0, 0.0]
     folder.write_manifest()
     return BM25Index.open(location)
-
-
-def chained(first: Passage, rest: Iterable[Passage]) -> Iterable[Passage]:
-    yield first
-    yield from rest
 
 
 def score_matrix(

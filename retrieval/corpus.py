@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -286,6 +286,21 @@ def write_passages(passages: Iterable[Passage], path: Path) -> Iterator[Passage]
             writer.write_batch(as_batch(batch))
 
 
+class PassageRows(Protocol):
+    """Passages by row: what the rows of a retriever's hits are."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, rows: Iterable[int] | np.ndarray) -> list[Passage]:
+        """The passages of `rows`, in their order."""
+
+    def contents(self, rows: Iterable[int] | np.ndarray) -> list[str]:
+        """`Passage.contents` of `rows`."""
+
+    def titled(self, titles: frozenset[str], rows: np.ndarray) -> np.ndarray:
+        """Which of `rows`, in their shape, have one of `titles`; a title in double quotes counts without them."""
+
+
 class Passages:
     """Passages by row, in Arrow batches of `BATCH_ROWS` rows; those of a file stay on disk until they are asked for."""
 
@@ -323,15 +338,15 @@ class Passages:
         """`Passage.contents` of `rows`."""
         return [passage.contents for passage in self.rows(rows)]
 
-    def titled(self, titles: frozenset[str]) -> np.ndarray:
-        """(N,) bool: the passages whose title is one of `titles`; a title in double quotes counts without them."""
+    def titled(self, titles: frozenset[str], rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Which of `rows`, all by default, have one of `titles`; a title in double quotes counts without them."""
         if self._titled is None or self._titled[0] != titles:  # a text asks for the same titles again and again
             wanted = pa.array(sorted(titles | {f'"{title}"' for title in titles}), pa.string())
             found = [
                 pc.is_in(batch["title"], value_set=wanted).to_numpy(zero_copy_only=False) for batch in self._batches
             ]
             self._titled = titles, np.concatenate([np.zeros(0, bool), *found])
-        return self._titled[1]
+        return self._titled[1][rows]
 
 
 def as_batch(passages: Sequence[Passage]) -> pa.RecordBatch:

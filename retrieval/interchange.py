@@ -9,7 +9,7 @@ import numpy as np
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import Text, parse_json, write_text
 from ralm_jax.tokenizer import Tokenizer
-from retrieval.corpus import Passage, Passages
+from retrieval.corpus import Passage, PassageRows, Passages
 from retrieval.query import stride_queries
 from retrieval.rows import field
 from retrieval.table import RetrievalTable
@@ -56,7 +56,7 @@ def import_json(path: str) -> tuple[RetrievalTable, Passages]:
     return table, Passages.of([passage._replace(id=str(i)) for passage, i in numbers.items()])
 
 
-def export_json(path: str, table: RetrievalTable, passages: Passages, text: Text, tokenizer: Tokenizer) -> None:
+def export_json(path: str, table: RetrievalTable, passages: PassageRows, text: Text, tokenizer: Tokenizer) -> None:
     """Writes the table, made for `text` and `tokenizer`, as the file that the paper's `eval_lm.py` reads.
 
     Raises:

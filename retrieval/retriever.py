@@ -1,12 +1,16 @@
-"""What a retriever is: queries in, rows of a corpus out. BM25 is one (`retrieval.bm25`)."""
+"""What a retriever is: queries in, rows of a corpus out. `retrieval.bm25` and `retrieval.lucene` are two."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import Exclusion
-from retrieval.corpus import Passages
+from ralm_jax.storage import Folder
+from retrieval.corpus import Passage, PassageRows
 
 KIND = "index"
 
@@ -31,7 +35,7 @@ class Retriever(Protocol):
         """Where it is."""
 
     @property
-    def passages(self) -> Passages:
+    def passages(self) -> PassageRows:
         """What the rows of its hits are."""
 
     @property
@@ -51,15 +55,41 @@ class Retriever(Protocol):
 
 
 def open_index(location: str) -> Retriever:
-    """The index at `location`, by the engine that made it.
+    """The index at `location`, by the engine that made it; a folder of Lucene's own, and "lucene:NAME" for a prebuilt
+    index of Pyserini's, are opened as well.
 
     Raises:
         UsageError: there is none.
         RalmError: it is not complete, damaged, or of an engine or analyser that is not here.
     """
     from retrieval.bm25 import BM25Index
+    from retrieval.lucene import PREBUILT, LuceneIndex
 
-    return BM25Index.open(location)
+    if location.startswith(PREBUILT) or any(Path(location).expanduser().glob("segments_*")):
+        return LuceneIndex.open(location)
+    engine = Folder.open(location, KIND).settings.get("engine")
+    if engine not in ("bm25", "lucene"):
+        raise RalmError(f"{location}: an index of engine {engine!r}, which is not here")
+    return LuceneIndex.open(location) if engine == "lucene" else BM25Index.open(location)
+
+
+def new_index(
+    location: str, passages: Iterable[Passage], settings: dict[str, Any], overwrite: bool
+) -> tuple[Folder, Iterator[Passage]]:
+    """The folder of an index to be built, and its passages; a corpus that cannot be read leaves no folder behind.
+
+    Raises:
+        UsageError: `location` is taken and `overwrite` is not set, or it is not an index, or not a local folder.
+        RalmError: there are no passages, or the first row is broken.
+    """
+    if "://" in location:
+        raise UsageError(f"{location}: an index is memory-mapped and must lie on a local disk")
+    passages = iter(passages)
+    first = next(passages, None)
+    if first is None:
+        raise RalmError("the corpus has no passages")
+    folder = Folder.create(location, KIND, settings, "overwrite" if overwrite else "refuse", resumable=False)
+    return folder, chain([first], passages)
 
 
 def look_up(
@@ -83,9 +113,14 @@ def search(
     if not excluded or exclusion == "inside":
         return retriever.search(queries, k, excluded)
     deep = retriever.search(queries, max(100, 4 * k))
-    found = deep.rows >= 0
-    keep = found & ~retriever.passages.titled(excluded)[np.where(found, deep.rows, 0)]
+    keep = deep.rows >= 0
+    keep[keep] = ~retriever.passages.titled(excluded, deep.rows[keep])
+    return first_kept(deep, keep, k)
+
+
+def first_kept(hits: Hits, keep: np.ndarray, k: int) -> Hits:
+    """The first `k` hits of each query for which `keep` (Q, ≥ k) holds."""
     order = np.argsort(~keep, axis=1, kind="stable")[:, :k]  # those kept first, in their order
     kept = np.take_along_axis(keep, order, axis=1)
-    rows = np.where(kept, np.take_along_axis(deep.rows, order, axis=1), -1)
-    return Hits(rows, np.where(kept, np.take_along_axis(deep.scores, order, axis=1), 0).astype(np.float32))
+    rows = np.where(kept, np.take_along_axis(hits.rows, order, axis=1), -1)
+    return Hits(rows, np.where(kept, np.take_along_axis(hits.scores, order, axis=1), 0).astype(np.float32))
