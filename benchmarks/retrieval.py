@@ -1,14 +1,14 @@
-"""BM25 over a large corpus with the queries of neighbouring strides: ours against `bm25s` itself.
+"""BM25 over a large corpus with the queries of neighbouring strides: ours against `bm25s` itself, and Lucene.
 
     python benchmarks/retrieval.py                       1,000,000 passages
-    python benchmarks/retrieval.py --passages 5000000
+    python benchmarks/retrieval.py --lucene              with Lucene (the extra lucene, and a JDK)
     python benchmarks/retrieval.py --quick --json out.json
 
 Corpus and queries are made by program: words from a Zipf distribution whose head is cut off as stop words cut it, and
 the lengths of Wikipedia passages of at most 100 words. A query is 24 words of a running text of the same distribution,
 3 words further each time, as 32 tokens at stride 4 are. All sides take the same queries on as many threads, each in a
-process of its own: ours sliding and from scratch, and `bm25s` with its numba backend on the same postings. `ratio` is
-ours, as `ralm retrieve` chooses, over `bm25s`.
+process of its own, from texts on: ours sliding and from scratch, `bm25s` with its numba backend and our analyser
+on the same postings, Lucene. `ratio` is ours, as `ralm retrieve` chooses, over `bm25s`.
 """
 
 import json
@@ -44,6 +44,8 @@ class Options:
     """Passages of the corpus."""
     queries: int = 20_000
     """Queries of consecutive strides."""
+    lucene: bool = False
+    """Index and search with Lucene as well."""
     quick: bool = False
     """20,000 passages and 2,000 queries."""
     json: str | None = None
@@ -127,6 +129,20 @@ def ours(folder: str, count: int, sliding: bool | None) -> dict[str, Any]:
     }
 
 
+def lucene(folder: str, count: int, passages: int) -> dict[str, Any]:
+    from retrieval.lucene import build_index
+
+    started = time.perf_counter()
+    index = build_index(corpus(passages), folder, progress=False)
+    built, wanted = time.perf_counter() - started, queries(count)
+    index.search(wanted[:BATCH], K)  # the JVM compiles
+    started = time.perf_counter()
+    found = [index.search(wanted[i : i + BATCH], K) for i in range(0, count, BATCH)]
+    seconds = time.perf_counter() - started
+    scores = np.concatenate([hits.scores for hits in found])
+    return {"queries_per_second": count / seconds, "peak_mb": peak_mb(), "scores": scores, "build_seconds": built}
+
+
 def plain(folder: str, count: int) -> dict[str, Any]:
     import bm25s
     import numba
@@ -136,11 +152,15 @@ def plain(folder: str, count: int) -> dict[str, Any]:
     index = bm25s.BM25.load(Path(folder) / "bm25", mmap=True)
     index.backend = "numba"
     index.activate_numba_scorer()
-    wanted = [[term for term in analyze(query) if term in index.vocab_dict] for query in queries(count)]
+    texts = queries(count)
     options = {"k": K, "show_progress": False, "n_threads": numba.get_num_threads(), "backend_selection": "numba"}
-    index.retrieve(wanted[:64], **options)
+
+    def terms(texts: list[str]) -> list[list[str]]:
+        return [[term for term in analyze(text) if term in index.vocab_dict] for text in texts]
+
+    index.retrieve(terms(texts[:64]), **options)
     started = time.perf_counter()
-    found = [index.retrieve(wanted[i : i + BATCH], **options) for i in range(0, count, BATCH)]
+    found = [index.retrieve(terms(texts[i : i + BATCH]), **options) for i in range(0, count, BATCH)]
     seconds = time.perf_counter() - started
     scores = np.concatenate([result.scores for result in found])
     return {"queries_per_second": count / seconds, "peak_mb": peak_mb(), "scores": scores}
@@ -158,6 +178,8 @@ def main() -> None:
             "ours, from scratch": run_apart(ours, folder, count, False),
             "bm25s": run_apart(plain, folder, count),
         }
+        if options.lucene:
+            sides["Lucene"] = run_apart(lucene, str(Path(place) / "lucene"), count, passages)
     slid, scratch = sides["ours, sliding"], sides["ours, from scratch"]
     same = all((slid[key] == scratch[key]).all() for key in ("rows", "scores"))
     difference = float(np.abs(np.sort(scratch["scores"]) - np.sort(sides["bm25s"]["scores"])).max())
@@ -165,6 +187,9 @@ def main() -> None:
     figures["sliding_equals_from_scratch"] = bool(same)
     figures["largest_score_difference_to_bm25s"] = difference
     figures["sides"] = {name: {k: side[k] for k in ("queries_per_second", "peak_mb")} for name, side in sides.items()}
+    if options.lucene:
+        figures["lucene_build_seconds"] = sides["Lucene"]["build_seconds"]
+        figures["ratio_to_lucene"] = sides["ours"]["queries_per_second"] / sides["Lucene"]["queries_per_second"]
     figures["ratio"] = sides["ours"]["queries_per_second"] / sides["bm25s"]["queries_per_second"]
 
     print(
@@ -177,6 +202,8 @@ def main() -> None:
         print(f"{name:<20}{side['queries_per_second']:>12,.0f}{side['peak_mb']:>11,.0f} MB")
     print(f"ratio {figures['ratio']:.2f}; sliding gives {'the same' if same else 'OTHER'} hits as from scratch; "
           f"largest score difference to bm25s {difference:.1e}")  # fmt: skip
+    if options.lucene:
+        print(f"ratio to Lucene {figures['ratio_to_lucene']:.2f}; it built in {figures['lucene_build_seconds']:.0f} s")
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
