@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import create_mutex_group
@@ -19,6 +19,7 @@ from ralm_jax import __version__
 from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
     CorpusOptions,
+    DenseOptions,
     ReaderOptions,
     ReportOptions,
     RerunOptions,
@@ -26,28 +27,37 @@ from ralm_jax.cli_options import (
     titles_in,
 )
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings, at_least
+from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, WindowSettings, at_least
 
 ONE_OF_QUERY = create_mutex_group(required=True, title="queries")
 
 
 @dataclass(frozen=True)
 class Index:
-    """Cut a corpus into passages and index them for BM25."""
+    """Cut a corpus into passages and index them, for BM25 or as vectors."""
 
     corpus: str
     """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not."""
     out: str
     """Folder for the index."""
+    engine: Literal["bm25", "dense"] = "bm25"
+    """bm25: by words. dense: by vectors of an encoder."""
     passages: CorpusOptions = CorpusOptions()
-    overwrite: bool = False
-    """Replace an index that is there."""
+    dense: DenseOptions = DenseOptions()
+    rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
+        source, corpus = self.passages.describe(self.corpus), self.passages.read(self.corpus)
+        if self.engine == "dense":
+            print(f"{self.out}: {self.dense.index(corpus, self.out, source, self.rerun.if_exists)}")
+            return
+        if self.dense != DenseOptions():
+            raise UsageError("--encoder and its options are for --engine dense")
+        if self.rerun.resume:
+            raise UsageError("--resume: a BM25 index is made in one go; make it anew with --overwrite")
         from retrieval.bm25 import build_index
 
-        source = self.passages.describe(self.corpus)
-        index = build_index(self.passages.read(self.corpus), self.out, source=source, overwrite=self.overwrite)
+        index = build_index(corpus, self.out, source=source, overwrite=self.rerun.overwrite)
         print(f"{self.out}: {index.about['passages']:,} passages, {index.about['terms']:,} terms")
 
 
@@ -69,6 +79,8 @@ class Retrieve:
     """File with one title a line; passages with these titles are left out."""
     strides: StrideSettings = StrideSettings()
     queries: QuerySettings = QuerySettings()
+    dense_search: DenseSearch = "jax"
+    """What searches a dense index; the hits are the same."""
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -80,7 +92,8 @@ class Retrieve:
 
         check_output_file(self.export_json)
         excluded = titles_in(self.exclude_titles)
-        index, text, tokenizer = open_index(self.index), read_text(self.text), load_tokenizer(self.tokenizer)
+        index = open_index(self.index, dense_search=self.dense_search)
+        text, tokenizer = read_text(self.text), load_tokenizer(self.tokenizer)
         table = retrieve(
             index,
             text,
@@ -94,7 +107,8 @@ class Retrieve:
         found = (table.rows >= 0).sum(axis=1)
         print(f"{self.out}: {len(found):,} strides, {found.mean():.1f} passages each, {(found == 0).sum():,} without")
         if self.export_json:
-            export_json(self.export_json, table, index.passages, text, tokenizer)
+            own = index.tokenizer if self.queries.query_tokens == "retriever" else None
+            export_json(self.export_json, table, index.passages, text, tokenizer, own)
             print(f"{self.export_json}: the same in the paper's format")
 
 
@@ -174,6 +188,8 @@ class Search:
     """Passages a query."""
     exclude_titles: str | None = None
     """File with one title a line; passages with these titles are left out."""
+    dense_search: DenseSearch = "jax"
+    """What searches a dense index; the hits are the same."""
     json: str | None = None
     """Write jsonl rows {"query", "hits": [{"id", "score", "title", "text"}]} to this file instead of printing."""
 
@@ -184,7 +200,8 @@ class Search:
 
         check_output_file(self.json)
         queries = read_queries(self.queries) if self.queries else [self.query or ""]
-        rows = look_up(open_index(self.index), queries, self.k, titles_in(self.exclude_titles))
+        index = open_index(self.index, dense_search=self.dense_search)
+        rows = look_up(index, queries, self.k, titles_in(self.exclude_titles))
         if self.json:
             write_text(self.json, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             print(f"{self.json}: {len(rows):,} queries")
@@ -284,7 +301,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except RalmError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        resumable = hasattr(command, "rerun")
+        resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
         fail("interrupted" + ("; finished chunks are kept, and --resume goes on from there" if resumable else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

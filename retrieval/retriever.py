@@ -1,11 +1,16 @@
-"""What a retriever is: queries in, rows of a corpus out. BM25 is one (`retrieval.bm25`)."""
+"""What a retriever is: queries in, rows of a corpus out. BM25, dense vectors and their fusion are some."""
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ralm_jax.settings import Exclusion
+from ralm_jax.errors import RalmError
+from ralm_jax.settings import DenseSearch, Exclusion
+from ralm_jax.storage import Folder
+from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import Passages
 
 KIND = "index"
@@ -46,20 +51,39 @@ class Retriever(Protocol):
     def fingerprint(self) -> str:
         """Changes when corpus, engine or its settings do."""
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of its queries; None if it has none."""
+
     def search(self, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()) -> Hits:
         """The best `k` passages of each query, titles in `excluded` left out; fewer where fewer match."""
 
 
-def open_index(location: str) -> Retriever:
+def index_fingerprint(settings: dict[str, Any], about: dict[str, Any]) -> str:
+    """SHA-256 of how an index was made, and of the passages."""
+    return sha256(json.dumps([settings, about["corpus"]], sort_keys=True).encode()).hexdigest()
+
+
+def open_index(location: str, *, dense_search: DenseSearch = "jax") -> Retriever:
     """The index at `location`, by the engine that made it.
+
+    Args:
+        dense_search: by what vectors are searched, if it has any.
 
     Raises:
         UsageError: there is none.
         RalmError: it is not complete, damaged, or of an engine or analyser that is not here.
     """
-    from retrieval.bm25 import BM25Index
+    engine = Folder.open(location, KIND).settings.get("engine")
+    if engine == "bm25":
+        from retrieval.bm25 import BM25Index
 
-    return BM25Index.open(location)
+        return BM25Index.open(location)
+    if engine == "dense":
+        from retrieval.dense import DenseIndex
+
+        return DenseIndex.open(location, search_by=dense_search)
+    raise RalmError(f"{location}: an index of the engine {engine!r}, which is not here")
 
 
 def look_up(
