@@ -62,6 +62,27 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Fuse:
+    """Make one index of several over the same passages, by reciprocal-rank fusion."""
+
+    index: tuple[str, ...]
+    """Folders that `ralm index` made."""
+    out: str
+    """Folder for the fused index, which `retrieve`, `search` and `score` take as any other."""
+    depth: int = 100
+    """Hits of each index that count."""
+    overwrite: bool = False
+    """Replace an index that is there."""
+
+    def run(self) -> None:
+        from retrieval.hybrid import fuse
+
+        made = fuse(self.index, self.out, depth=self.depth, if_exists="overwrite" if self.overwrite else "refuse")
+        engines = ", ".join(part.settings["engine"] for part in made.parts)
+        print(f"{self.out}: {len(made.passages):,} passages, by {engines}")
+
+
+@dataclass(frozen=True)
 class Retrieve:
     """Retrieve passages for every stride of a text."""
 
@@ -268,6 +289,7 @@ class LM:
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "index": Index,
+    "fuse": Fuse,
     "retrieve": Retrieve,
     "score": Score,
     "report": Report,

@@ -83,6 +83,10 @@ def open_index(location: str, *, dense_search: DenseSearch = "jax") -> Retriever
         from retrieval.dense import DenseIndex
 
         return DenseIndex.open(location, search_by=dense_search)
+    if engine == "rrf":
+        from retrieval.hybrid import FusedIndex
+
+        return FusedIndex.open(location, dense_search=dense_search)
     raise RalmError(f"{location}: an index of the engine {engine!r}, which is not here")
 
 
