@@ -60,7 +60,8 @@ class DenseOptions:
     """How a dense index is made."""
 
     encoder: str | None = None
-    """Encoder of passages: a folder or a Hugging Face id (BERT or RoBERTa and their like)."""
+    """Encoder of passages: a folder or a Hugging Face id (BERT or RoBERTa and their like), or openai:MODEL for a server
+    that speaks OpenAI's API (OPENAI_BASE_URL and OPENAI_API_KEY from the environment)."""
     query_encoder: str | None = None
     """Encoder of queries. Default: the same one."""
     pooling: Literal["cls", "mean"] | None = None

@@ -14,6 +14,7 @@ from ralm_jax.encoder import Encoder, Pooling, load_encoder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.sharding import batch_multiple, shard_batch
 from ralm_jax.tokenizer import Tokenizer, load_tokenizer
+from retrieval.openai import PREFIX, OpenAIEmbedder
 
 LENGTHS = np.array([16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192])  # tokens a padded text
 BATCH_TOKENS = defaultdict(lambda: 32768, cpu=2048)  # a device and forward
@@ -125,14 +126,18 @@ def load_embedder(
     """The embedder that `name` names.
 
     Args:
-        name: a model folder or a Hugging Face id.
+        name: a model folder, a Hugging Face id, or "openai:MODEL" for a server's (`retrieval.openai`).
         pooling: None for what the checkpoint states.
         dtype: of parameters and activations.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or `pooling` or `dtype` is asked of a server.
         RalmError: it cannot be loaded.
     """
+    if name.startswith(PREFIX):
+        if pooling is not None or dtype != "float32":
+            raise UsageError(f"{name}: pooling and dtype are the server's")
+        return OpenAIEmbedder(name.removeprefix(PREFIX))
     tokenizer, encoder = load_tokenizer(name), load_encoder(name, pooling=pooling, dtype=dtype, mesh=mesh)
     path = Path(name).expanduser()
     if encoder.recipe.max_tokens <= len(tokenizer.prefix) + len(tokenizer.suffix):
