@@ -19,6 +19,7 @@ from ralm_jax import __version__
 from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
     CorpusOptions,
+    DenseOptions,
     ReaderOptions,
     ReportOptions,
     RerunOptions,
@@ -27,36 +28,66 @@ from ralm_jax.cli_options import (
 )
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings, at_least
+from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, WindowSettings, at_least
 
 ONE_OF_QUERY = create_mutex_group(required=True, title="queries")
 
 
 @dataclass(frozen=True)
 class Index:
-    """Cut a corpus into passages and index them for BM25."""
+    """Cut a corpus into passages and index them, for BM25 or as vectors."""
 
     corpus: str
     """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
     Hugging Face `datasets` saved."""
     out: str
     """Folder for the index."""
-    engine: Literal["bm25", "lucene"] = "bm25"
-    """The embedded BM25, or Lucene (needs ralm-jax[lucene] and Java 21 or newer)."""
+    engine: Literal["bm25", "lucene", "dense"] = "bm25"
+    """bm25: by words. lucene: the same by Lucene (needs ralm-jax[lucene] and Java 21 or newer). dense: by vectors of an
+    encoder."""
     passages: CorpusOptions = CorpusOptions()
+    dense: DenseOptions = DenseOptions()
+    rerun: RerunOptions = RerunOptions()
+
+    def run(self) -> None:
+        source = self.passages.describe(self.corpus)
+        passages, count = self.passages.read(self.corpus)
+        if self.engine == "dense":
+            print(f"{self.out}: {self.dense.index(passages, self.out, source, self.rerun.if_exists)}")
+            print(f"{self.corpus}: {count}")
+            return
+        if self.dense != DenseOptions():
+            raise UsageError("--encoder and its options are for --engine dense")
+        if self.rerun.resume:
+            raise UsageError(f"--resume: a {self.engine} index is made in one go; make it anew with --overwrite")
+        from retrieval import bm25, lucene
+
+        build_index: Callable[..., Any] = lucene.build_index if self.engine == "lucene" else bm25.build_index
+        index = build_index(passages, self.out, source=source, overwrite=self.rerun.overwrite)
+        terms = f", {index.about['terms']:,} terms" if "terms" in index.about else ""
+        print(f"{self.corpus}: {count}")
+        print(f"{self.out}: {index.about['passages']:,} passages{terms}")
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """Make one index of several over the same passages, by reciprocal-rank fusion."""
+
+    index: tuple[str, ...]
+    """Folders that `ralm index` made."""
+    out: str
+    """Folder for the fused index, which `retrieve`, `search` and `score` take as any other."""
+    depth: int = 100
+    """Hits of each index that count."""
     overwrite: bool = False
     """Replace an index that is there."""
 
     def run(self) -> None:
-        from retrieval import bm25, lucene
+        from retrieval.hybrid import fuse
 
-        build_index: Callable[..., Any] = lucene.build_index if self.engine == "lucene" else bm25.build_index
-        source = self.passages.describe(self.corpus)
-        passages, count = self.passages.read(self.corpus)
-        index = build_index(passages, self.out, source=source, overwrite=self.overwrite)
-        terms = f", {index.about['terms']:,} terms" if "terms" in index.about else ""
-        print(f"{self.corpus}: {count}")
-        print(f"{self.out}: {index.about['passages']:,} passages{terms}")
+        made = fuse(self.index, self.out, depth=self.depth, if_exists="overwrite" if self.overwrite else "refuse")
+        engines = ", ".join(part.settings["engine"] for part in made.parts)
+        print(f"{self.out}: {len(made.passages):,} passages, by {engines}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +108,8 @@ class Retrieve:
     """File with one title a line; passages with these titles are left out."""
     strides: StrideSettings = StrideSettings()
     queries: QuerySettings = QuerySettings()
+    dense_search: DenseSearch = "jax"
+    """What searches a dense index; the hits are the same."""
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -88,7 +121,8 @@ class Retrieve:
 
         check_output_file(self.export_json)
         excluded = titles_in(self.exclude_titles)
-        index, text, tokenizer = open_index(self.index), read_text(self.text), load_tokenizer(self.tokenizer)
+        index = open_index(self.index, dense_search=self.dense_search)
+        text, tokenizer = read_text(self.text), load_tokenizer(self.tokenizer)
         table = retrieve(
             index,
             text,
@@ -102,7 +136,8 @@ class Retrieve:
         found = (table.rows >= 0).sum(axis=1)
         print(f"{self.out}: {len(found):,} strides, {found.mean():.1f} passages each, {(found == 0).sum():,} without")
         if self.export_json:
-            export_json(self.export_json, table, index.passages, text, tokenizer)
+            own = index.tokenizer if self.queries.query_tokens == "retriever" else None
+            export_json(self.export_json, table, index.passages, text, tokenizer, own)
             print(f"{self.export_json}: the same in the paper's format")
 
 
@@ -182,6 +217,8 @@ class Search:
     """Passages a query."""
     exclude_titles: str | None = None
     """File with one title a line; passages with these titles are left out."""
+    dense_search: DenseSearch = "jax"
+    """What searches a dense index; the hits are the same."""
     json: str | None = None
     """Write jsonl rows {"query", "hits": [{"id", "score", "title", "text"}]} to this file instead of printing."""
 
@@ -192,7 +229,8 @@ class Search:
 
         check_output_file(self.json)
         queries = read_queries(self.queries) if self.queries else [self.query or ""]
-        rows = look_up(open_index(self.index), queries, self.k, titles_in(self.exclude_titles))
+        index = open_index(self.index, dense_search=self.dense_search)
+        rows = look_up(index, queries, self.k, titles_in(self.exclude_titles))
         if self.json:
             write_text(self.json, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             print(f"{self.json}: {len(rows):,} queries")
@@ -263,6 +301,7 @@ class LM:
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "index": Index,
+    "fuse": Fuse,
     "retrieve": Retrieve,
     "score": Score,
     "report": Report,
@@ -299,7 +338,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except RalmError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        resumable = hasattr(command, "rerun")
+        resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
         fail("interrupted" + ("; finished chunks are kept, and --resume goes on from there" if resumable else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

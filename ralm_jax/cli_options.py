@@ -71,6 +71,37 @@ class CorpusOptions:
 
 
 @dataclass(frozen=True)
+class DenseOptions:
+    """How a dense index is made."""
+
+    encoder: str | None = None
+    """Encoder of passages: a folder or a Hugging Face id (BERT or RoBERTa and their like), or openai:MODEL for a server
+    that speaks OpenAI's API (OPENAI_BASE_URL and OPENAI_API_KEY from the environment)."""
+    query_encoder: str | None = None
+    """Encoder of queries. Default: the same one."""
+    pooling: Literal["cls", "mean"] | None = None
+    """From hidden states to a vector. Default: as the encoder states."""
+    encoder_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation; vectors are stored in bfloat16."""
+
+    def index(self, corpus: "Iterator[Passage]", out: str, source: dict[str, Any], if_exists: IfExists) -> str:
+        """Makes the index, and says what it is.
+
+        Raises:
+            UsageError: no encoder is named.
+        """
+        if self.encoder is None:
+            raise UsageError("--engine dense: name a model with --encoder")
+        from retrieval.dense import build_dense_index
+
+        made = build_dense_index(
+            corpus, out, self.encoder, self.query_encoder, pooling=self.pooling, dtype=self.encoder_dtype,
+            source=source, if_exists=if_exists, announce=lambda line: print(line, flush=True),
+        )  # fmt: skip
+        return f"{len(made.passages):,} passages, vectors of {made.settings['dimension']:,} numbers"
+
+
+@dataclass(frozen=True)
 class ReaderOptions:
     """How the reader is loaded and run."""
 

@@ -12,6 +12,8 @@ Preset = Literal["default", "ai21"]
 Bos = Literal["every-window", "passage"]
 Exclusion = Literal["inside", "after"]
 IfExists = Literal["refuse", "resume", "overwrite"]
+QueryTokens = Literal["reader", "retriever"]
+DenseSearch = Literal["jax", "faiss"]
 
 
 def at_least(minimum: int, **values: int | None) -> None:
@@ -54,6 +56,8 @@ class QuerySettings:
     """Passages a stride."""
     query_length: int = 32
     """Tokens before the target that make the query."""
+    query_tokens: QueryTokens = "reader"
+    """Whose tokens these are: the reader's, or those of a dense retriever's own tokenizer."""
     exclusion: Exclusion | None = None
     """Leave titles out inside the search (k hits guaranteed) or after it. Default: inside; ai21: after."""
 

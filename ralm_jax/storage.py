@@ -109,6 +109,14 @@ class Folder:
             options |= {"create": True, "chunk_layout": ts.ChunkLayout(chunk_shape=chunk)}
         return Array(self, name, self.writing(lambda: open_array(self.location, name, **options)))
 
+    def stored(self, name: str) -> "Array":
+        """The array `name`, to be read a slice at a time.
+
+        Raises:
+            RalmError: it is missing or damaged.
+        """
+        return Array(self, name, self.reading(name, lambda: open_array(self.location, name)))
+
     def read(self, name: str) -> np.ndarray:
         """The whole array `name`.
 
@@ -149,6 +157,10 @@ class Array:
         self._folder, self._name, self._store = folder, name, store
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._store.shape)
+
+    @property
     def chunk(self) -> int:
         """Rows a chunk."""
         shape = self._store.chunk_layout.read_chunk.shape
@@ -167,6 +179,19 @@ class Array:
         """The chunks of rows that are not done; `done` (n,) says it of each row."""
         chunks = (range(i, min(i + self.chunk, len(done))) for i in range(0, len(done), self.chunk))
         return [chunk for chunk in chunks if not done[chunk.start]]
+
+    def unwritten(self) -> list[range]:
+        """The chunks of rows that are not there, by their names alone: for arrays that are too large to be read.
+
+        Rows are whole in a chunk. A chunk of nothing but the fill value is not there either.
+        """
+        keys = self._folder.reading(
+            self._name, lambda: set(open_store(f"{self._folder.location.rstrip('/')}/{self._name}").list().result())
+        )
+        rest = "/0" * (len(self.shape) - 1)
+        starts = range(0, self.shape[0], self.chunk)
+        chunks = (range(start, min(start + self.chunk, self.shape[0])) for start in starts)
+        return [chunk for i, chunk in enumerate(chunks) if f"c/{i}{rest}".encode() not in keys]
 
 
 def store_spec(location: str) -> Any:

@@ -5,7 +5,6 @@ score(q, d) = sum over query terms of idf(t) * tf / (tf + k1 (1 - b + b |d| / av
 passages that have any term at all.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,7 +21,7 @@ from ralm_jax.text import writing
 from retrieval import analyzer
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages, write_passages
-from retrieval.retriever import KIND, Hits, new_index
+from retrieval.retriever import KIND, Hits, index_fingerprint, new_index
 
 K1, B = 0.9, 0.4  # Pyserini's defaults, and the paper's
 
@@ -61,7 +60,7 @@ def build_index(
         "engine": "bm25", "analyzer": analyzer.NAME, "analyzer_version": analyzer.VERSION,
         "k1": k1, "b": b, "quantise_lengths": quantise_lengths,
     }  # fmt: skip
-    folder, passages = new_index(location, passages, settings, overwrite)
+    folder, passages = new_index(location, passages, settings, "overwrite" if overwrite else "refuse", resumable=False)
     root = Path(location).expanduser()
 
     vocabulary: dict[str, int] = {}
@@ -72,7 +71,7 @@ def build_index(
         unit=" passages", disable=None if progress is None else not progress,
     )  # fmt: skip
     for passage in everything:
-        digest.update(repr(tuple(passage)).encode())
+        digest.update(passage.identity)
         found = [vocabulary.setdefault(term, len(vocabulary)) for term in analyzer.analyze(passage.contents)]
         terms.append(np.array(found, np.int32))
         lengths.append(len(found))
@@ -170,7 +169,11 @@ class BM25Index:
 
     @property
     def fingerprint(self) -> str:
-        return sha256(json.dumps([self.settings, self.about["corpus"]], sort_keys=True).encode()).hexdigest()
+        return index_fingerprint(self.settings, self.about)
+
+    @property
+    def tokenizer(self) -> None:
+        return None
 
     def search(self, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()) -> Hits:
         """The best `k` passages of each query, on all cores; fewer where fewer match.

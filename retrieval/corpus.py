@@ -47,6 +47,11 @@ class Passage(NamedTuple):
         """What is indexed, and what stands in front of a prefix: title, newline, text; the text alone without title."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
+    @property
+    def identity(self) -> bytes:
+        """What a corpus is hashed by."""
+        return repr(tuple(self)).encode()
+
 
 def read_corpus(
     path: str,

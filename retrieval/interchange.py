@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import QuerySettings
 from ralm_jax.text import Text, parse_json, write_text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import Passage, PassageRows, Passages
-from retrieval.query import stride_queries
+from retrieval.query import make_queries
 from retrieval.rows import field
 from retrieval.table import RetrievalTable
 
@@ -56,14 +57,25 @@ def import_json(path: str) -> tuple[RetrievalTable, Passages]:
     return table, Passages.of([passage._replace(id=str(i)) for passage, i in numbers.items()])
 
 
-def export_json(path: str, table: RetrievalTable, passages: PassageRows, text: Text, tokenizer: Tokenizer) -> None:
+def export_json(
+    path: str,
+    table: RetrievalTable,
+    passages: PassageRows,
+    text: Text,
+    tokenizer: Tokenizer,
+    retriever_tokenizer: Tokenizer | None = None,
+) -> None:
     """Writes the table, made for `text` and `tokenizer`, as the file that the paper's `eval_lm.py` reads.
+
+    Args:
+        retriever_tokenizer: where queries were measured by it.
 
     Raises:
         RalmError: the file cannot be written.
     """
     tokens = tokenizer.encode(text.content)
-    queries = stride_queries(tokens, table.begins, table.settings["query_length"], tokenizer)
+    made = QuerySettings(query_length=table.settings["query_length"], query_tokens=table.settings["query_tokens"])
+    queries = make_queries(text, tokens, table.begins, made, tokenizer, retriever_tokenizer)
     entries = []
     for j, (begin, end) in enumerate(zip(table.begins.tolist(), table.ends.tolist(), strict=True)):
         found = table.rows[j] >= 0

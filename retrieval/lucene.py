@@ -188,32 +188,36 @@ def build_index(
         RalmError: no Java or no Pyserini, a row of the corpus is broken, there are no passages, or the indexer fails.
     """
     java()
-    folder, passages = new_index(location, passages, SETTINGS, overwrite)
+    folder, passages = new_index(location, passages, SETTINGS, "overwrite" if overwrite else "refuse", resumable=False)
     root = Path(location).expanduser().absolute()
     with tempfile.TemporaryDirectory(dir=root, prefix="passages-") as rows:
-        count = write_rows(tqdm(passages, unit=" passages", disable=None if progress is None else not progress), rows)
+        bar = tqdm(passages, unit=" passages", disable=None if progress is None else not progress)
+        count, corpus = write_rows(bar, rows)
         run_indexer(rows, root / "lucene")
     index = LuceneIndex.of(location, root / "lucene", {})
     if len(index.passages) != count:
         raise RalmError(f"{location}: Lucene indexed {len(index.passages):,} of {count:,} passages")
     if merged(root / "lucene"):
         log.warning("%s: Lucene merged parts of the index; its rows may not be in the order of the corpus", location)
-    folder.about.update(passages=count, source=source or {})
+    folder.about.update(passages=count, corpus=corpus, source=source or {})
     folder.write_manifest()
     return LuceneIndex.open(location)
 
 
-def write_rows(passages: Iterable[Passage], folder: str) -> int:
-    """Writes Pyserini's jsonl, with title and text besides, which `contents` alone could not be split into for sure;
-    gives the number of passages. A passage without text is written as a full stop, which has no terms either, for the
-    indexer drops empty ones and would shift all rows."""
-    count = 0
+def write_rows(passages: Iterable[Passage], folder: str) -> tuple[int, str]:
+    """Writes Pyserini's jsonl; gives the number of passages and the corpus's hash.
+
+    Title and text stand in it besides, for `contents` alone could not be split into them for sure. A passage without
+    text is written as a full stop, which has no terms either: the indexer drops empty ones and would shift all rows.
+    """
+    count, digest = 0, sha256()
     path = Path(folder) / "passages.jsonl"
     with writing(path), path.open("w", encoding="ascii") as file:
         for count, passage in enumerate(passages, start=1):  # noqa: B007
             row = passage._asdict() | {"contents": passage.contents if passage.contents.strip() else "."}
             file.write(json.dumps(row) + "\n")
-    return count
+            digest.update(passage.identity)
+    return count, digest.hexdigest()
 
 
 def run_indexer(rows: str, index: Path) -> None:
@@ -355,6 +359,10 @@ class LuceneIndex:
         segments = files / reader.getIndexCommit().getSegmentsFileName()
         commit = sha256(segments.read_bytes()).hexdigest()
         return cls(location, LucenePassages(location, reader), SETTINGS, about, commit, searcher)
+
+    @property
+    def tokenizer(self) -> None:
+        return None
 
     @property
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from ralm_jax.errors import UsageError
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
@@ -19,6 +20,38 @@ def stride_queries(tokens: np.ndarray, begins: np.ndarray, query_length: int, to
     """The query of every stride: the text of at most `query_length` tokens strictly before its target; empty for the
     first stride."""
     return [tokenizer.decode(tokens[max(0, begin - query_length) : begin]) for begin in begins]
+
+
+def own_queries(
+    text: str, begins: np.ndarray, query_length: int, tokenizer: Tokenizer, retriever_tokenizer: Tokenizer
+) -> list[str]:
+    """`stride_queries` with `query_length` counted in the tokens of the retriever's tokenizer."""
+    _, offsets = tokenizer.encode_with_offsets(text)
+    _, own = retriever_tokenizer.encode_with_offsets(text)
+    targets = offsets[begins, 0]
+    last = np.searchsorted(own[:, 1], targets, side="right")  # tokens that end before the target
+    starts = np.append(own[:, 0], len(text))[np.maximum(0, last - query_length)]
+    return [text[start:target] for start, target in zip(starts.tolist(), targets.tolist(), strict=True)]
+
+
+def make_queries(
+    text: Text,
+    tokens: np.ndarray,
+    begins: np.ndarray,
+    queries: QuerySettings,
+    tokenizer: Tokenizer,
+    retriever_tokenizer: Tokenizer | None,
+) -> list[str]:
+    """The query of every stride, of the length that `queries` say.
+
+    Raises:
+        UsageError: in the retriever's tokens, and it has none.
+    """
+    if queries.query_tokens == "reader":
+        return stride_queries(tokens, begins, queries.query_length, tokenizer)
+    if retriever_tokenizer is None:
+        raise UsageError("--query-tokens retriever: this retriever has no tokenizer; only dense ones have their own")
+    return own_queries(text.content, begins, queries.query_length, tokenizer, retriever_tokenizer)
 
 
 def retrieve(
@@ -40,7 +73,7 @@ def retrieve(
         progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
-        UsageError: `location` is taken, and `if_exists` refuses.
+        UsageError: `location` is taken, and `if_exists` refuses; or the retriever has no tokens to measure queries by.
         RalmError: what is there was made with other settings, or cannot be written.
     """
     tokens = tokenizer.encode(text.content)
@@ -53,6 +86,7 @@ def retrieve(
         "window": strides.window,
         "stride": strides.stride,
         "query_length": queries.query_length,
+        "query_tokens": queries.query_tokens,
         "k": queries.k,
         "retriever": retriever.settings,
         "retriever_sha256": retriever.fingerprint,
@@ -60,9 +94,10 @@ def retrieve(
         "excluded_titles": len(excluded),
         "excluded_sha256": sha256("\n".join(sorted(excluded)).encode()).hexdigest(),
     }
+    own = retriever.tokenizer if queries.query_tokens == "retriever" else None
+    wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)
     writer = RetrievalWriter(folder, len(schedule), queries.k)
-    wanted = stride_queries(tokens, schedule.targets, queries.query_length, tokenizer)
     missing = writer.missing()
     disable = None if progress is None else not progress
     with tqdm(total=sum(map(len, missing)), unit="query", disable=disable) as bar:

@@ -1,6 +1,8 @@
-"""What a retriever is: queries in, rows of a corpus out. `retrieval.bm25` and `retrieval.lucene` are two."""
+"""What a retriever is: queries in, rows of a corpus out. BM25, Lucene, dense vectors and their fusion are some."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -8,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.settings import Exclusion
+from ralm_jax.settings import DenseSearch, Exclusion, IfExists
 from ralm_jax.storage import Folder
+from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import Passage, PassageRows
 
 KIND = "index"
@@ -50,37 +53,60 @@ class Retriever(Protocol):
     def fingerprint(self) -> str:
         """Changes when corpus, engine or its settings do."""
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of its queries; None if it has none."""
+
     def search(self, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()) -> Hits:
         """The best `k` passages of each query, titles in `excluded` left out; fewer where fewer match."""
 
 
-def open_index(location: str) -> Retriever:
+def index_fingerprint(settings: dict[str, Any], about: dict[str, Any]) -> str:
+    """SHA-256 of how an index was made, and of the passages."""
+    return sha256(json.dumps([settings, about["corpus"]], sort_keys=True).encode()).hexdigest()
+
+
+def open_index(location: str, *, dense_search: DenseSearch = "jax") -> Retriever:
     """The index at `location`, by the engine that made it; a folder of Lucene's own, and "lucene:NAME" for a prebuilt
     index of Pyserini's, are opened as well.
+
+    Args:
+        dense_search: by what vectors are searched, if it has any.
 
     Raises:
         UsageError: there is none.
         RalmError: it is not complete, damaged, or of an engine or analyser that is not here.
     """
-    from retrieval.bm25 import BM25Index
     from retrieval.lucene import PREBUILT, LuceneIndex
 
     if location.startswith(PREBUILT) or any(Path(location).expanduser().glob("segments_*")):
         return LuceneIndex.open(location)
     engine = Folder.open(location, KIND).settings.get("engine")
-    if engine not in ("bm25", "lucene"):
-        raise RalmError(f"{location}: an index of engine {engine!r}, which is not here")
-    return LuceneIndex.open(location) if engine == "lucene" else BM25Index.open(location)
+    if engine == "bm25":
+        from retrieval.bm25 import BM25Index
+
+        return BM25Index.open(location)
+    if engine == "lucene":
+        return LuceneIndex.open(location)
+    if engine == "dense":
+        from retrieval.dense import DenseIndex
+
+        return DenseIndex.open(location, search_by=dense_search)
+    if engine == "rrf":
+        from retrieval.hybrid import FusedIndex
+
+        return FusedIndex.open(location, dense_search=dense_search)
+    raise RalmError(f"{location}: an index of the engine {engine!r}, which is not here")
 
 
 def new_index(
-    location: str, passages: Iterable[Passage], settings: dict[str, Any], overwrite: bool
+    location: str, passages: Iterable[Passage], settings: dict[str, Any], if_exists: IfExists, *, resumable: bool = True
 ) -> tuple[Folder, Iterator[Passage]]:
     """The folder of an index to be built, and its passages; a corpus that cannot be read leaves no folder behind.
 
     Raises:
-        UsageError: `location` is taken and `overwrite` is not set, or it is not an index, or not a local folder.
-        RalmError: there are no passages, or the first row is broken.
+        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder.
+        RalmError: there are no passages, or the first row is broken, or what is there was made in another way.
     """
     if "://" in location:
         raise UsageError(f"{location}: an index is memory-mapped and must lie on a local disk")
@@ -88,8 +114,7 @@ def new_index(
     first = next(passages, None)
     if first is None:
         raise RalmError("the corpus has no passages")
-    folder = Folder.create(location, KIND, settings, "overwrite" if overwrite else "refuse", resumable=False)
-    return folder, chain([first], passages)
+    return Folder.create(location, KIND, settings, if_exists, resumable=resumable), chain([first], passages)
 
 
 def look_up(

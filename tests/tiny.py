@@ -12,7 +12,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from ralm_jax.model import abstract
+from ralm_jax.model import abstract, random_model
+from ralm_jax.models import ENCODERS
 from ralm_jax.models.encoder import BertConfig, RobertaConfig
 from ralm_jax.models.gpt2 import GPT2Config
 from ralm_jax.models.gpt_neo import GPTNeoConfig
@@ -145,6 +146,16 @@ def edit_tensors(folder: Path, change) -> None:
 def edit_config(folder: Path, **values) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def save_encoder(folder: Path, config=BERT, *, seed: int = 0) -> Path:
+    """A random encoder and its tokenizer; what it makes of two texts differs."""
+    made = random_model(ENCODERS[config.model_type], config, seed=seed, mesh=make_mesh(data=1))
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape).astype(np.float32), made.state)
+    replace(made, state=state).save(folder)
+    backend(bos=True).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def save_model(folder: Path, config, *, bos: bool = False, seed: int = 0) -> Path:
