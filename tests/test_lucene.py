@@ -276,7 +276,7 @@ class TestFolder:
 
     def test_an_indexer_that_drops_a_passage(self, pyserini, tmp_path, monkeypatch):
         write = lucene.write_rows
-        monkeypatch.setattr(lucene, "write_rows", lambda *arguments: write(*arguments) + 1)
+        monkeypatch.setattr(lucene, "write_rows", lambda *arguments: (write(*arguments)[0] + 1, ""))
         with pytest.raises(RalmError, match="index: Lucene indexed 1 of 2 passages"):
             index(tmp_path, "red fish", overwrite=True)
 
@@ -429,5 +429,5 @@ class TestJava:
         built = bm25.build_index([Passage("0", "", "fish")], str(tmp_path / "index"), progress=False)
         manifest = tmp_path / "index/manifest.json"
         manifest.write_text(manifest.read_text().replace('"engine": "bm25"', '"engine": "magic"'))
-        with pytest.raises(RalmError, match="an index of engine 'magic', which is not here"):
+        with pytest.raises(RalmError, match="an index of the engine 'magic', which is not here"):
             open_index(built.location)
