@@ -233,7 +233,13 @@ def language_model(
         raise UsageError(f"{out}: has {', '.join(taken)} already; add --resume to go on, or --overwrite")
     index = resumed_index(str(root / "index"), source) if if_exists == "resume" else None
     if index is None:
-        index = build_index(passages, str(root / "index"), source=source, overwrite=True, progress=progress)
+        index = build_index(
+            passages,
+            str(root / "index"),
+            source=source,
+            if_exists="resume" if if_exists == "resume" else "overwrite",
+            progress=progress,
+        )
     table = retrieve(
         index,
         text,

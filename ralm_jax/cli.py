@@ -58,12 +58,11 @@ class Index:
             return
         if self.dense != DenseOptions():
             raise UsageError("--encoder and its options are for --engine dense")
-        if self.rerun.resume:
-            raise UsageError(f"--resume: a {self.engine} index is made in one go; make it anew with --overwrite")
         from retrieval import bm25, lucene
 
         build_index: Callable[..., Any] = lucene.build_index if self.engine == "lucene" else bm25.build_index
-        index = build_index(passages, self.out, source=source, overwrite=self.rerun.overwrite)
+        told: dict[str, Any] = {"announce": print} if self.engine == "bm25" else {}
+        index = build_index(passages, self.out, source=source, if_exists=self.rerun.if_exists, **told)
         terms = f", {index.about['terms']:,} terms" if "terms" in index.about else ""
         print(f"{self.corpus}: {count}")
         print(f"{self.out}: {index.about['passages']:,} passages{terms}")

@@ -5,6 +5,7 @@ chunk is written whole, so one that is there is done. Nothing is deleted that a 
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -267,3 +268,18 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
+
+
+def check_disk(location: str, needed: float) -> None:
+    """
+    Raises:
+        RalmError: the disk of the folder `location` has less than `needed` bytes.
+    """
+    free = shutil.disk_usage(Path(location).expanduser()).free
+    if needed > free:
+        told = f"{megabytes(needed)} are needed and the disk has {megabytes(free)}"
+        raise RalmError(f"{location}: {told}; make room and go on with --resume")
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -5,33 +5,29 @@ score(q, d) = sum over query terms of idf(t) * tf / (tf + k1 (1 - b + b |d| / av
 passages that have any term at all.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 from tqdm import tqdm
 
 from ralm_jax.errors import RalmError
-from ralm_jax.settings import at_least
+from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
+from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, part_of, write_part
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
-from retrieval.corpus import Passage, Passages, write_passages
-from retrieval.retriever import KIND, Hits, index_fingerprint, new_index
+from retrieval.corpus import Passage, Passages
+from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
+
+log = logging.getLogger("ralm")
 
 K1, B = 0.9, 0.4  # Pyserini's defaults, and the paper's
-
-
-def quantised_length(length: int) -> int:
-    """A passage's length as Lucene's one-byte norm gives it back (`SmallFloat.intToByte4`): exact to 40, then with
-    three bits after the leading one."""
-    rest = max(0, length - 24)
-    shift = max(0, rest.bit_length() - 4)
-    return length - rest + (rest >> shift << shift)
 
 
 def build_index(
@@ -42,86 +38,63 @@ def build_index(
     b: float = B,
     quantise_lengths: bool = True,
     source: dict[str, Any] | None = None,
-    overwrite: bool = False,
+    if_exists: IfExists = "refuse",
     progress: bool | None = None,
+    announce: Callable[[str], None] = log.info,
 ) -> "BM25Index":
-    """Indexes `passages` (title and text) into the folder `location`.
+    """Indexes `passages` (title and text) into the folder `location`, part by part.
 
     Args:
         quantise_lengths: lengths as coarse as Lucene's, for the same scores.
         source: where the passages come from (`corpus.describe_corpus`), for whoever looks at the index later.
         progress: show a progress bar; None for "if there is a terminal".
+        announce: is told what the index will take, before it is made.
 
     Raises:
-        UsageError: `location` is taken and `overwrite` is not set, or it is not an index, or not a local folder.
-        RalmError: there are no passages, or a row of the corpus is broken.
+        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder.
+        RalmError: there are no passages, a row of the corpus is broken, the disk is too small, or what is there to be
+            resumed was made from another corpus or in another way.
     """
     settings = {
         "engine": "bm25", "analyzer": analyzer.NAME, "analyzer_version": analyzer.VERSION,
         "k1": k1, "b": b, "quantise_lengths": quantise_lengths,
     }  # fmt: skip
-    folder, passages = new_index(location, passages, settings, "overwrite" if overwrite else "refuse", resumable=False)
+    folder, passages = new_index(location, passages, settings, if_exists)
     root = Path(location).expanduser()
-
-    vocabulary: dict[str, int] = {}
-    digest = sha256()
-    terms, lengths = [], []
-    everything = tqdm(
-        write_passages(passages, root / "passages.arrow"),
-        unit=" passages", disable=None if progress is None else not progress,
-    )  # fmt: skip
-    for passage in everything:
-        digest.update(passage.identity)
-        found = [vocabulary.setdefault(term, len(vocabulary)) for term in analyzer.analyze(passage.contents)]
-        terms.append(np.array(found, np.int32))
-        lengths.append(len(found))
-
-    scores = score_matrix(terms, np.array(lengths), len(vocabulary), k1, b, quantise_lengths)
-    index = bm25s_index(scores, vocabulary, k1, b)
-    with writing(root / "bm25"):
-        index.save(root / "bm25", show_progress=False)
-    data = scores["data"]
-    folder.about.update(passages=len(lengths), terms=len(vocabulary), corpus=digest.hexdigest(), source=source or {})
-    folder.about["score_range"] = [float(data.min()), float(data.max())] if len(data) else [0.0, 0.0]
+    parts = root / "parts"
+    if if_exists != "resume":
+        remove_parts(parts)
+    stored = store_passages(folder, passages)
+    if "terms" in folder.about:
+        return BM25Index.open(location)
+    folder.about["source"] = source or {}
     folder.write_manifest()
+
+    check_room(
+        location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), numba.get_num_threads(), announce
+    )
+    with writing(parts):
+        parts.mkdir(exist_ok=True)
+    paths = []
+    with tqdm(total=len(stored), unit=" passages", disable=None if progress is None else not progress) as bar:
+        for start in range(0, len(stored), PART):
+            rows = range(start, min(start + PART, len(stored)))
+            paths.append(parts / f"{start // PART:05d}.npz")
+            if not paths[-1].exists():
+                write_part(paths[-1], part_of(stored.contents(rows)))
+            bar.update(len(rows))
+    folder.about.update(merge_parts(paths, root / "bm25", k1, b, quantise_lengths))
+    folder.write_manifest()
+    remove_parts(parts)
     return BM25Index.open(location)
 
 
-def score_matrix(
-    terms: list[np.ndarray], lengths: np.ndarray, num_terms: int, k1: float, b: float, quantise: bool
-) -> dict[str, Any]:
-    """The scores of all (passage, term) pairs, by term: the CSC matrix that `bm25s` stores, by Lucene's steps."""
-    count = len(lengths)
-    keys = np.concatenate(terms).astype(np.int64) * count + np.repeat(np.arange(count), lengths)
-    pairs, frequencies = np.unique(keys, return_counts=True)
-    columns, rows = pairs // count, pairs % count
-
-    not_empty = max(1, int((lengths > 0).sum()))
-    average = np.float32(lengths.sum() / not_empty)
-    distinct, inverse = np.unique(lengths, return_inverse=True)
-    counted = np.array([quantised_length(int(n)) if quantise else n for n in distinct], np.float32)
-    one, k1_, b_ = np.float32(1), np.float32(k1), np.float32(b)
-    norms = one / (k1_ * ((one - b_) + b_ * counted / max(average, one)))
-
-    matches = np.bincount(columns, minlength=num_terms)
-    idf = np.log(1 + (not_empty - matches + 0.5) / (matches + 0.5)).astype(np.float32)
-    weight = idf[columns]
-    data = weight - weight / (one + frequencies.astype(np.float32) * norms[inverse[rows]])
-    indptr = np.concatenate([[0], np.cumsum(matches)])
-    return {
-        "data": data.astype(np.float32), "indices": rows.astype(np.int32), "indptr": indptr.astype(np.int64),
-        "num_docs": count,
-    }  # fmt: skip
-
-
-def bm25s_index(scores: dict[str, Any], vocabulary: dict[str, int], k1: float, b: float) -> Any:
-    """A `bm25s.BM25` with our scores; whatever reads `bm25s` indexes reads what it saves."""
-    import bm25s
-
-    index = bm25s.BM25(method="lucene", k1=k1, b=b)
-    index.scores, index.vocab_dict = scores, vocabulary
-    index.unique_token_ids_set, index.nonoccurrence_array = set(vocabulary.values()), None
-    return index
+def remove_parts(folder: Path) -> None:
+    """Removes what a build writes and nobody needs after it."""
+    for path in (*folder.glob("[0-9]*.npz"), *folder.glob("*.tmp"), *folder.glob("*.tmp.npy")):
+        path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 @dataclass(frozen=True)
@@ -156,8 +129,8 @@ class BM25Index:
                 f"{location}: indexed with analyser {made[0]} {made[1]}, queries would use {analyzer.NAME} "
                 f"{analyzer.VERSION}; index the corpus again"
             )
-        if "passages" not in folder.about:
-            raise RalmError(f"{location}: the index was not finished; build it again with --overwrite")
+        if "terms" not in folder.about:
+            raise RalmError(f"{location}: the index was not finished; repeat the command with --resume")
         root = Path(location).expanduser()
         try:
             stored = bm25s.BM25.load(root / "bm25", mmap=True)

@@ -7,11 +7,9 @@ Contriever, Spider or a sentence-transformers model.
 
 import functools
 import logging
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ from ralm_jax.encoder import Pooling
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, IfExists, at_least
 from ralm_jax.sharding import make_mesh
-from ralm_jax.storage import Array, Folder
-from ralm_jax.text import writing
+from ralm_jax.storage import Array, Folder, check_disk, megabytes
 from ralm_jax.tokenizer import Tokenizer
-from retrieval.corpus import Passage, Passages, write_passages
+from retrieval.corpus import Passage, Passages
 from retrieval.embedder import Embedder, load_embedder
 from retrieval.exact import ExactSearch, search_bytes
-from retrieval.retriever import KIND, Hits, index_fingerprint, new_index
+from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
 
 log = logging.getLogger("ralm")
 
@@ -103,30 +100,6 @@ def build_dense_index(
     return DenseIndex.open(location, mesh=mesh, asker=asker)
 
 
-def store_passages(folder: Folder, passages: Iterable[Passage]) -> Passages:
-    """Writes the passages beside the vectors, and what they are into the manifest.
-
-    Raises:
-        RalmError: there are others already, whose vectors would be mixed with theirs.
-    """
-    path = Path(folder.location).expanduser() / "passages.arrow"
-    part = path.with_name(f"{path.name}.part")
-    digest, count = sha256(), 0
-    try:
-        for passage in write_passages(passages, part):
-            digest.update(passage.identity)
-            count += 1
-        corpus = digest.hexdigest()
-        if folder.about.get("corpus", corpus) != corpus:
-            raise RalmError(f"{folder.location}: was made from another corpus and cannot be resumed; add --overwrite")
-        with writing(path):
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    folder.about.update(passages=count, corpus=corpus)
-    return Passages.open(path)
-
-
 def check_room(location: str, shape: tuple[int, int], left: int, devices: int, announce: Callable[[str], None]) -> None:
     """Says what the vectors take, before they are made.
 
@@ -134,20 +107,12 @@ def check_room(location: str, shape: tuple[int, int], left: int, devices: int, a
         RalmError: the disk does not have it.
     """
     count, dimension = shape
-    disk, free = 2 * count * dimension, shutil.disk_usage(Path(location).expanduser()).free
+    disk = 2 * count * dimension
     announce(
         f"{location}: {count:,} vectors of {dimension:,} bfloat16 numbers, {megabytes(disk)} on disk; a search takes "
         f"{megabytes(search_bytes(count, dimension, devices))} of a device; {left:,} are to be encoded"
     )
-    if 2 * left * dimension > free:
-        raise RalmError(
-            f"{location}: the vectors need {megabytes(2 * left * dimension)} and the disk has {megabytes(free)}; make "
-            "room and go on with --resume"
-        )
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+    check_disk(location, 2 * left * dimension)
 
 
 def passage_vectors(embedder: Embedder, texts: Sequence[str]) -> np.ndarray:

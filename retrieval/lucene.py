@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ralm_jax.errors import RalmError, UsageError, first_line
-from ralm_jax.settings import at_least
+from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import parse_json, writing
 from retrieval.bm25 import K1, B
@@ -173,7 +173,7 @@ def build_index(
     location: str,
     *,
     source: dict[str, Any] | None = None,
-    overwrite: bool = False,
+    if_exists: IfExists = "refuse",
     progress: bool | None = None,
 ) -> "LuceneIndex":
     """Indexes `passages` (title and text) with Pyserini's indexer into the folder `location`; Lucene's own files, which
@@ -184,11 +184,14 @@ def build_index(
         progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
-        UsageError: `location` is taken and `overwrite` is not set, or it is not an index, or not a local folder.
+        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder; or
+            `if_exists` resumes, which Lucene's indexer cannot.
         RalmError: no Java or no Pyserini, a row of the corpus is broken, there are no passages, or the indexer fails.
     """
+    if if_exists == "resume":
+        raise UsageError(f"{location}: a Lucene index is made in one go; make it anew with --overwrite")
     java()
-    folder, passages = new_index(location, passages, SETTINGS, "overwrite" if overwrite else "refuse", resumable=False)
+    folder, passages = new_index(location, passages, SETTINGS, if_exists, resumable=False)
     root = Path(location).expanduser().absolute()
     with tempfile.TemporaryDirectory(dir=root, prefix="passages-") as rows:
         bar = tqdm(passages, unit=" passages", disable=None if progress is None else not progress)

@@ -12,8 +12,9 @@ import numpy as np
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, Exclusion, IfExists
 from ralm_jax.storage import Folder
+from ralm_jax.text import writing
 from ralm_jax.tokenizer import Tokenizer
-from retrieval.corpus import Passage, PassageRows
+from retrieval.corpus import Passage, PassageRows, Passages, write_passages
 
 KIND = "index"
 
@@ -115,6 +116,30 @@ def new_index(
     if first is None:
         raise RalmError("the corpus has no passages")
     return Folder.create(location, KIND, settings, if_exists, resumable=resumable), chain([first], passages)
+
+
+def store_passages(folder: Folder, passages: Iterable[Passage]) -> Passages:
+    """Writes the passages into the index's folder, and what they are into its manifest.
+
+    Raises:
+        RalmError: there are others already, and what was made of them would be mixed with theirs.
+    """
+    path = Path(folder.location).expanduser() / "passages.arrow"
+    part = path.with_name(f"{path.name}.part")
+    digest, count = sha256(), 0
+    try:
+        for passage in write_passages(passages, part):
+            digest.update(passage.identity)
+            count += 1
+        corpus = digest.hexdigest()
+        if folder.about.get("corpus", corpus) != corpus:
+            raise RalmError(f"{folder.location}: was made from another corpus and cannot be resumed; add --overwrite")
+        with writing(path):
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    folder.about.update(passages=count, corpus=corpus)
+    return Passages.open(path)
 
 
 def look_up(

@@ -3,14 +3,17 @@
 import gzip
 import json
 import math
+from pathlib import Path
 
 import bm25s
+import numba
 import numpy as np
 import pytest
 
 from ralm_jax.errors import RalmError, UsageError
 from retrieval.analyzer import analyze
-from retrieval.bm25 import BM25Index, build_index, quantised_length
+from retrieval.bm25 import BM25Index, build_index
+from retrieval.bm25_build import part_of, quantised_length
 from retrieval.bm25_search import Queries, can_slide, search_postings
 from retrieval.corpus import Passage, read_corpus
 from retrieval.retriever import look_up
@@ -24,6 +27,10 @@ def index(tmp_path, *texts, name="index", **options):
         Passage(str(i), *text) if isinstance(text, tuple) else Passage(str(i), "", text) for i, text in enumerate(texts)
     ]
     return build_index(passages, str(tmp_path / name), progress=False, **options)
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def hits(built, query, k=10, **options):
@@ -209,9 +216,9 @@ class TestFolder:
         (tmp_path / "c.jsonl").write_text('{"_id": "1", "text": "a fish"}\n{')
         with pytest.raises(RalmError, match=r"c\.jsonl:2"):
             build_index(read_corpus(str(tmp_path / "c.jsonl")), str(tmp_path / "index"), progress=False)
-        with pytest.raises(RalmError, match="the index was not finished; build it again with --overwrite"):
+        with pytest.raises(RalmError, match="the index was not finished; repeat the command with --resume"):
             BM25Index.open(str(tmp_path / "index"))
-        assert index(tmp_path, "red fish", overwrite=True).about["passages"] == 1
+        assert index(tmp_path, "red fish", if_exists="overwrite").about["passages"] == 1
 
     def test_no_passages(self, tmp_path):
         with pytest.raises(RalmError, match="the corpus has no passages"):
@@ -219,8 +226,73 @@ class TestFolder:
 
     def test_a_taken_folder(self, tmp_path):
         index(tmp_path, "red fish")
-        with pytest.raises(UsageError, match=r"holds an earlier run's index; add --overwrite$"):
+        with pytest.raises(UsageError, match=r"holds an earlier run's index; add --resume to go on, or --overwrite$"):
             index(tmp_path, "blue bird")
+
+    def test_parts_make_the_same_bytes(self, tmp_path, monkeypatch):
+        texts = [" ".join(np.random.default_rng(i).choice(tiny.WORDS, i % 9)) for i in range(50)]
+        whole = index(tmp_path, *texts, name="whole")
+        monkeypatch.setattr("retrieval.bm25.PART", 7)
+        assert files(tmp_path / "whole") == files(Path(index(tmp_path, *texts, name="parts").location))
+        assert whole.about["terms"] > 50
+
+    def test_killed_and_resumed(self, tmp_path, monkeypatch):
+        """Finished parts are not analysed again, and the index is the same to the byte."""
+        texts = [f"ba{i} fish" for i in range(50)]
+        index(tmp_path, *texts, name="whole")
+        monkeypatch.setattr("retrieval.bm25.PART", 10)
+        seen = []
+
+        def interrupted(part_texts):
+            if len(part_texts) == 10:  # not the sample for the size
+                seen.append(part_texts[0])
+                if len(seen) == 4:
+                    raise KeyboardInterrupt
+            return part_of(part_texts)
+
+        monkeypatch.setattr("retrieval.bm25.part_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, *texts)
+        with pytest.raises(RalmError, match="not finished; repeat the command with --resume"):
+            BM25Index.open(str(tmp_path / "index"))
+        with pytest.raises(RalmError, match="made from another corpus"):
+            index(tmp_path, *texts[1:], if_exists="resume")
+        index(tmp_path, *texts, if_exists="resume")
+        assert seen == ["ba0 fish", "ba10 fish", "ba20 fish", "ba30 fish", "ba30 fish", "ba40 fish"]
+        assert files(tmp_path / "index") == files(tmp_path / "whole")
+        index(tmp_path, *texts, if_exists="resume")
+        assert len(seen) == 6
+
+    def test_parts_of_another_run_are_not_taken(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, "red fish")
+        monkeypatch.undo()
+        assert index(tmp_path, "blue bird", if_exists="overwrite").search(["bird"], 1).rows.tolist() == [[0]]
+
+    def test_a_damaged_part(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, "red fish")
+        monkeypatch.undo()
+        part = tmp_path / "index/parts/00000.npz"
+        part.write_bytes(part.read_bytes()[:40])
+        with pytest.raises(RalmError, match=r"00000\.npz: damaged .*; delete this part, and go on with --resume"):
+            index(tmp_path, "red fish", if_exists="resume")
+        part.unlink()
+        index(tmp_path, "red fish", if_exists="resume")
+
+    def test_its_size_is_said_before(self, tmp_path, monkeypatch):
+        said = []
+        index(tmp_path, "red fish", "red", announce=said.append)
+        assert said == []
+        monkeypatch.setattr("retrieval.bm25_build.WORTH_SAYING", 0)
+        index(tmp_path, "red fish", "red", announce=said.append, if_exists="overwrite")
+        assert said[0].endswith("2 passages, about 0.0 MB of postings, 0.0 MB of disk while it is built, and "
+                                f"{32 * numba.get_num_threads() / 1e6:,.1f} MB of memory for a search")  # fmt: skip
+        monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20}))
+        with pytest.raises(RalmError, match="are needed and the disk has"):
+            index(tmp_path, "red fish", "red", if_exists="overwrite")
 
     @pytest.mark.parametrize("victim", ["bm25/data.csc.index.npy", "bm25/vocab.index.json", "passages.arrow"])
     def test_damage(self, tmp_path, victim):

@@ -382,8 +382,8 @@ class TestResuming:
 
     def test_a_disk_that_is_too_small_is_known_before(self, tmp_path, encoder, monkeypatch):
         said = []
-        monkeypatch.setattr(dense.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000}))
-        with pytest.raises(RalmError, match=r"the vectors need 0\.0 MB and the disk has 0\.0 MB; make room"):
+        monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 3000}))
+        with pytest.raises(RalmError, match=r"0\.0 MB are needed and the disk has 0\.0 MB; make room"):
             build(tmp_path, encoder, 60, announce=said.append)
         assert "60 vectors of 32 bfloat16 numbers, 0.0 MB on disk; a search takes" in said[0]
 
@@ -482,7 +482,7 @@ class TestCommands:
         [
             (["--engine", "dense"], "--engine dense: name a model with --encoder"),
             (["--encoder", "encoder"], "--encoder and its options are for --engine dense"),
-            (["--resume"], "a bm25 index is made in one go"),
+            (["--engine", "lucene", "--resume"], "a Lucene index is made in one go"),
             (["--engine", "dense", "--encoder", "./none"], "./none: no such folder"),
             (["--engine", "dense", "--encoder", "encoder", "--out", "gs://x/y"], "must lie on a local disk"),
         ],
@@ -498,9 +498,10 @@ def test_minilm_on_natural_questions(shared, minilm, tmp_path, capsys):
     """Question to gold passage: the same hits on one device, on eight, and by FAISS; more of them than BM25's."""
     with gzip.open(shared / "data/qa/nq_gold_ctx_dpr_format.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
-    golds = [Passage(str(i), row["ctxs"][0]["title"], row["ctxs"][0]["text"]) for i, row in enumerate(rows)]
-    numbers = {golds[i][1:]: i for i in reversed(range(len(golds)))}  # questions share some passages: the first counts
-    gold = np.array([numbers[passage[1:]] for passage in golds])
+    keys = [(row["ctxs"][0]["title"], row["ctxs"][0]["text"]) for row in rows]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # questions share some passages
+    golds = [Passage(str(i), *key) for key, i in numbers.items()]
+    gold = np.array([numbers[key] for key in keys])
     questions = [row["question"] for row in rows]
     where = str(tmp_path / "index")
     build_dense_index(golds, where, str(minilm), progress=False)
@@ -515,7 +516,7 @@ def test_minilm_on_natural_questions(shared, minilm, tmp_path, capsys):
     both = fuse([where, str(tmp_path / "bm25")], str(tmp_path / "both")).search(questions, 5)
     recalls = {}
     for name, hits in (("BM25", words.search(questions, 5)), ("MiniLM", found["1 device"]), ("fused", both)):
-        hit = np.array([numbers[golds[row][1:]] for row in hits.rows.ravel()]).reshape(hits.rows.shape) == gold[:, None]
+        hit = hits.rows == gold[:, None]
         recalls[name] = hit[:, 0].mean(), hit.any(axis=1).mean()
     with capsys.disabled():
         print("\n" + "\n".join(f"{name:8} top 1 {one:.1%}, top 5 {five:.1%}" for name, (one, five) in recalls.items()))

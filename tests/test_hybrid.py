@@ -110,7 +110,7 @@ class TestFusedIndex:
         build_index(passages(9), str(tmp_path / "a"), progress=False)
         build_index(passages(9), str(tmp_path / "b"), b=0.9, progress=False)
         fuse([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "x"))
-        build_index(passages(9), str(tmp_path / "b"), b=0.8, overwrite=True, progress=False)
+        build_index(passages(9), str(tmp_path / "b"), b=0.8, if_exists="overwrite", progress=False)
         with pytest.raises(RalmError, match="b is not the index that was fused"):
             open_index(str(tmp_path / "x"))
 

@@ -236,10 +236,10 @@ class TestFolder:
         first = index(tmp_path, "red fish")
         with pytest.raises(UsageError, match=r"holds an earlier run's index; add --overwrite$"):
             index(tmp_path, "blue bird")
-        second = index(tmp_path, "blue bird", overwrite=True)
+        second = index(tmp_path, "blue bird", if_exists="overwrite")
         assert second.passages.rows([0])[0].text == "blue bird"
         assert second.fingerprint != first.fingerprint
-        assert isinstance(open_index(bm25.build_index(ODD, second.location, overwrite=True).location), BM25Index)
+        assert isinstance(open_index(bm25.build_index(ODD, second.location, if_exists="overwrite").location), BM25Index)
 
     def test_a_corpus_that_breaks_half_way_is_not_taken_for_whole(self, pyserini, tmp_path):
         (tmp_path / "c.jsonl").write_text('{"_id": "1", "text": "a fish"}\n{')
@@ -270,7 +270,7 @@ class TestFolder:
         index(tmp_path, "red fish")
         monkeypatch.setattr(lucene, "INDEXER", (*lucene.INDEXER, "--nonsense"))
         with pytest.raises(RalmError, match=r"Pyserini's indexer failed with code \d \(.*nonsense"):
-            index(tmp_path, "green tree", overwrite=True)
+            index(tmp_path, "green tree", if_exists="overwrite")
         with pytest.raises(RalmError, match="the index was not finished"):
             open_index(str(tmp_path / "index"))
 
@@ -278,7 +278,7 @@ class TestFolder:
         write = lucene.write_rows
         monkeypatch.setattr(lucene, "write_rows", lambda *arguments: (write(*arguments)[0] + 1, ""))
         with pytest.raises(RalmError, match="index: Lucene indexed 1 of 2 passages"):
-            index(tmp_path, "red fish", overwrite=True)
+            index(tmp_path, "red fish", if_exists="overwrite")
 
     def test_no_passages(self, pyserini, tmp_path):
         with pytest.raises(RalmError, match="the corpus has no passages"):

@@ -1,0 +1,178 @@
+"""From passages to BM25's postings, in parts that a killed build keeps, with no more than a part in memory.
+
+A part holds the postings of `PART` passages by term. Parts are then put together by two passes over them: one counts,
+one writes every posting to its place. The result is the same to the byte however the passages fall into parts.
+"""
+
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ralm_jax.errors import RalmError
+from ralm_jax.storage import check_disk, megabytes
+from ralm_jax.text import writing
+from retrieval import analyzer
+
+PART = 1 << 16  # passages; what a killed build can lose
+SAMPLE = 1000  # passages that the size is guessed from
+POSTING_BYTES = 8  # a row and a score
+WORTH_SAYING = 100e6  # bytes of disk that an index takes while it is built
+
+
+class Part(NamedTuple):
+    """The postings of some passages by term, in the order in which terms first occur.
+
+    Attributes:
+        terms: UTF-8 with a newline after each.
+        indptr: (terms + 1,) int64 where the postings of each term begin.
+        rows: int32, counted from the part's first passage.
+        frequencies: int32.
+        lengths: (passages,) int32, in terms.
+    """
+
+    terms: np.ndarray
+    indptr: np.ndarray
+    rows: np.ndarray
+    frequencies: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def listed(self) -> list[str]:
+        return self.terms.tobytes().decode().split("\n")[:-1]
+
+
+def part_of(texts: Sequence[str]) -> Part:
+    """The postings of `texts`."""
+    vocabulary: dict[str, int] = {}
+    found = [
+        np.array([vocabulary.setdefault(term, len(vocabulary)) for term in analyzer.analyze(text)], np.int64)
+        for text in texts
+    ]
+    lengths = np.array([len(terms) for terms in found], np.int32)
+    keys = np.concatenate(found) * len(texts) + np.repeat(np.arange(len(texts)), lengths)
+    pairs, frequencies = np.unique(keys, return_counts=True)
+    matches = np.bincount(pairs // len(texts), minlength=len(vocabulary))
+    return Part(
+        np.frombuffer("".join(f"{term}\n" for term in vocabulary).encode(), np.uint8),
+        np.concatenate([[0], np.cumsum(matches)]).astype(np.int64),
+        (pairs % len(texts)).astype(np.int32),
+        frequencies.astype(np.int32),
+        lengths,
+    )
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Writes a part, whole or not at all.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
+    unfinished = path.with_suffix(".tmp")
+    with writing(path):
+        with unfinished.open("wb") as file:
+            np.savez(file, **part._asdict())
+        unfinished.replace(path)
+
+
+def read_part(path: Path) -> Part:
+    """
+    Raises:
+        RalmError: it is damaged.
+    """
+    try:
+        with path.open("rb") as file, np.load(file) as stored:
+            return Part(*(stored[name] for name in Part._fields))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise RalmError(f"{path}: damaged ({error}); delete this part, and go on with --resume") from None
+
+
+def merge_parts(parts: Sequence[Path], folder: Path, k1: float, b: float, quantise: bool) -> dict[str, Any]:
+    """Writes the whole index to `folder`, as `bm25s` reads it; what is known of it then.
+
+    Scores are float32, by Lucene's steps.
+
+    Raises:
+        RalmError: a part is damaged, or there is no room.
+    """
+    vocabulary: dict[str, int] = {}
+    numbers, lengths = [], []  # of each part: its terms' numbers, its passages' lengths
+    matches = np.zeros(1 << 16, np.int64)
+    for path in parts:
+        part = read_part(path)
+        own = np.array([vocabulary.setdefault(term, len(vocabulary)) for term in part.listed], np.int64)
+        matches = np.pad(matches, (0, max(0, len(vocabulary) - len(matches)) * 2))
+        matches[own] += np.diff(part.indptr)
+        numbers.append(own)
+        lengths.append(part.lengths)
+    matches = matches[: len(vocabulary)]
+
+    all_lengths = np.concatenate(lengths)
+    not_empty = max(1, int((all_lengths > 0).sum()))
+    average = np.float32(all_lengths.sum(dtype=np.int64) / not_empty)
+    distinct = np.arange(all_lengths.max() + 1)
+    counted = np.array([quantised_length(int(n)) if quantise else n for n in distinct], np.float32)
+    one, k1_, b_ = np.float32(1), np.float32(k1), np.float32(b)
+    norms = one / (k1_ * ((one - b_) + b_ * counted / max(average, one)))
+    idf = np.log(1 + (not_empty - matches + 0.5) / (matches + 0.5)).astype(np.float32)
+
+    indptr = np.concatenate([[0], np.cumsum(matches)]).astype(np.int64)
+    smallest, largest, first, place = np.inf, 0.0, 0, indptr[:-1].copy()
+    with writing(folder):
+        indices = new_array(parts[0].with_name("indices.tmp.npy"), "int32", int(indptr[-1]))
+        data = new_array(parts[0].with_name("data.tmp.npy"), "float32", int(indptr[-1]))
+        for path, own in zip(parts, numbers, strict=True):
+            part = read_part(path)
+            terms = np.repeat(own, np.diff(part.indptr))
+            places = np.repeat(place[own] - part.indptr[:-1], np.diff(part.indptr)) + np.arange(len(terms))
+            weight = idf[terms]
+            scores = weight - weight / (one + part.frequencies.astype(np.float32) * norms[part.lengths[part.rows]])
+            indices[places], data[places] = part.rows + first, scores
+            place[own] += np.diff(part.indptr)
+            first += len(part.lengths)
+            if len(scores):
+                smallest, largest = min(smallest, float(scores.min())), max(largest, float(scores.max()))
+        scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(all_lengths)}
+        bm25s_index(scores, vocabulary, k1, b).save(folder, show_progress=False)
+    return {"terms": len(vocabulary), "score_range": [smallest, largest] if largest else [0.0, 0.0]}
+
+
+def new_array(path: Path, dtype: str, count: int) -> np.ndarray:
+    """An array on disk; in memory where there is nothing in it, which cannot be mapped."""
+    return np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,)) if count else np.zeros(0, dtype)
+
+
+def bm25s_index(scores: dict[str, Any], vocabulary: dict[str, int], k1: float, b: float) -> Any:
+    """A `bm25s.BM25` with our scores; whatever reads `bm25s` indexes reads what it saves."""
+    import bm25s
+
+    index = bm25s.BM25(method="lucene", k1=k1, b=b)
+    index.scores, index.vocab_dict = scores, vocabulary
+    index.unique_token_ids_set, index.nonoccurrence_array = set(vocabulary.values()), None
+    return index
+
+
+def quantised_length(length: int) -> int:
+    """A passage's length as Lucene's one-byte norm gives it back (`SmallFloat.intToByte4`): exact to 40, then with
+    three bits after the leading one."""
+    rest = max(0, length - 24)
+    shift = max(0, rest.bit_length() - 4)
+    return length - rest + (rest >> shift << shift)
+
+
+def check_room(location: str, count: int, sample: Sequence[str], threads: int, announce: Callable[[str], None]) -> None:
+    """Says what the index takes before it is made, if that is much.
+
+    Raises:
+        RalmError: the disk does not have it.
+    """
+    postings = POSTING_BYTES * len(part_of(sample).rows) * count / max(1, len(sample))
+    building = 3 * postings  # the parts, the arrays, and the copy of these that bm25s saves
+    if building >= WORTH_SAYING:
+        announce(
+            f"{location}: {count:,} passages, about {megabytes(postings)} of postings, {megabytes(building)} of disk "
+            f"while it is built, and {megabytes(16 * count * threads)} of memory for a search"
+        )
+    check_disk(location, building)
