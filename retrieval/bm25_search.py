@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-BLOCK = 256  # passages that share a bound
+SHIFT = 5
+BLOCK = 1 << SHIFT  # passages that share a bound
 
 
 class Postings(NamedTuple):
@@ -150,14 +151,21 @@ def slide(  # type: ignore[no-untyped-def]
                 term, change, old, new = next_change(terms, counts, old, old_stop, new, new_stop)
                 if change == 0:
                     continue
-                for posting in range(indptr[term], indptr[term + 1]):
-                    row = indices[posting]
-                    if allowed.size and not allowed[row]:
-                        continue
-                    total = sums[row] + change * data[posting]
-                    sums[row] = total
-                    if total > bounds[row // BLOCK]:
-                        bounds[row // BLOCK] = total
+                begin, end = indptr[term], indptr[term + 1]
+                if allowed.size:
+                    for posting in range(begin, end):
+                        row = indices[posting]
+                        if allowed[row]:
+                            sums[row] += change * data[posting]
+                            bounds[row >> SHIFT] = max(bounds[row >> SHIFT], sums[row])
+                elif change < 0:  # no bound rises
+                    for posting in range(begin, end):
+                        sums[indices[posting]] += change * data[posting]
+                else:
+                    for posting in range(begin, end):
+                        row = indices[posting]
+                        sums[row] += change * data[posting]
+                        bounds[row >> SHIFT] = max(bounds[row >> SHIFT], sums[row])
 
             rows, scores = out_rows[query], out_scores[query]
             threshold = np.float32(0.0)  # the k-th best score is not below it
