@@ -62,7 +62,7 @@ def build_index(
     folder, passages = new_index(location, passages, settings, if_exists)
     root = Path(location).expanduser()
     parts = root / "parts"
-    if if_exists != "resume":
+    if if_exists != "resume" or "corpus" not in folder.about:  # parts of a corpus that nobody wrote down
         remove_parts(parts)
     stored = store_passages(folder, passages)
     if "terms" in folder.about:
@@ -79,7 +79,7 @@ def build_index(
     with tqdm(total=len(stored), unit=" passages", disable=None if progress is None else not progress) as bar:
         for start in range(0, len(stored), PART):
             rows = range(start, min(start + PART, len(stored)))
-            paths.append(parts / f"{start // PART:05d}.npz")
+            paths.append(parts / f"{rows.start}-{rows.stop}.npz")
             if not paths[-1].exists():
                 write_part(paths[-1], part_of(stored.contents(rows)))
             bar.update(len(rows))
@@ -163,7 +163,7 @@ class BM25Index:
         rows = np.full((len(queries), k), -1, np.int64)
         scores = np.zeros((len(queries), k), np.float32)
         whole, changed = postings_to_touch(self.postings.indptr, *wanted)
-        sliding = changed < whole and can_slide(wanted, *self.about["score_range"])
+        sliding = changed < whole and can_slide(wanted, *self.about.get("score_range", (0.0, 0.0)))
         search_postings(self.postings, len(self.passages), wanted, allowed, rows, scores, sliding=sliding)
         return Hits(rows, scores)
 

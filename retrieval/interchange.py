@@ -74,7 +74,8 @@ def export_json(
         RalmError: the file cannot be written.
     """
     tokens = tokenizer.encode(text.content)
-    made = QuerySettings(query_length=table.settings["query_length"], query_tokens=table.settings["query_tokens"])
+    stated = {name: table.settings[name] for name in ("query_length", "query_tokens") if name in table.settings}
+    made = QuerySettings(**stated)
     queries = make_queries(text, tokens, table.begins, made, tokenizer, retriever_tokenizer)
     entries = []
     for j, (begin, end) in enumerate(zip(table.begins.tolist(), table.ends.tolist(), strict=True)):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import bm25s
@@ -270,14 +271,24 @@ class TestFolder:
         monkeypatch.undo()
         assert index(tmp_path, "blue bird", if_exists="overwrite").search(["bird"], 1).rows.tolist() == [[0]]
 
+    def test_parts_of_a_corpus_that_nobody_wrote_down_are_not_taken(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, "red fish")
+        monkeypatch.undo()
+        manifest = tmp_path / "index/manifest.json"
+        content = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(content | {"about": {}}))  # killed just after --overwrite began
+        assert index(tmp_path, "blue bird", if_exists="resume").search(["bird"], 1).rows.tolist() == [[0]]
+
     def test_a_damaged_part(self, tmp_path, monkeypatch):
         monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
         with pytest.raises(KeyboardInterrupt):
             index(tmp_path, "red fish")
         monkeypatch.undo()
-        part = tmp_path / "index/parts/00000.npz"
+        part = tmp_path / "index/parts/0-1.npz"
         part.write_bytes(part.read_bytes()[:40])
-        with pytest.raises(RalmError, match=r"00000\.npz: damaged .*; delete this part, and go on with --resume"):
+        with pytest.raises(RalmError, match=r"0-1\.npz: damaged .*; delete this part, and go on with --resume"):
             index(tmp_path, "red fish", if_exists="resume")
         part.unlink()
         index(tmp_path, "red fish", if_exists="resume")
@@ -357,6 +368,11 @@ class TestSliding:
         large.search(self.queries(1), 3)
         large.search(["ba be", "so tu", "lan fil"], 3)
         assert chosen == [True, False]
+
+    def test_an_index_that_does_not_know_its_scores_is_searched_from_scratch(self, large):
+        old = replace(large, about={key: value for key, value in large.about.items() if key != "score_range"})
+        queries = self.queries(1)
+        np.testing.assert_array_equal(old.search(queries, 3).rows, large.search(queries, 3).rows)
 
     def test_not_where_sums_could_be_rounded(self):
         queries = Queries(np.arange(3), np.array([1.0, 2.0, 3.0]), np.array([0, 3]))
