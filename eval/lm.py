@@ -13,7 +13,7 @@ from ralm_jax.reader import Reader
 from ralm_jax.score_table import KIND, Scores, ScoreTable, open_scores
 from ralm_jax.scoring import Job, PassageTokens, Scorer, chunk_strides, score_job
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
-from ralm_jax.storage import Folder, refuse_mismatch
+from ralm_jax.storage import Folder, differences, refuse_mismatch
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from ralm_jax.windows import Schedule, make_schedule
@@ -26,6 +26,7 @@ from retrieval.retriever import Retriever, open_index
 from retrieval.table import RetrievalTable, open_retrieval
 
 log = logging.getLogger("ralm")
+OF_PASSAGES = {"passage_tokens", "k", "rows_sha256", "retrieval"}  # settings on which "no passage" does not depend
 
 
 def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTable, PassageRows]:
@@ -61,6 +62,7 @@ def score(
     windows: WindowSettings,
     retrieved: tuple[RetrievalTable, PassageRows] | None = None,
     k: int = 16,
+    plain: Scores | None = None,
     batch_size: int | None = None,
     if_exists: IfExists = "refuse",
     progress: bool | None = None,
@@ -70,12 +72,14 @@ def score(
     Args:
         location: folder or bucket of the ScoreTable; written chunk by chunk.
         retrieved: a RetrievalTable and its passages; None to score without passages only.
+        plain: finished scores of the same text and reader, whose "no passage" is copied instead of computed.
         batch_size: windows a forward; None chooses.
         progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
         UsageError: sizes that do not fit together, or `location` is taken and `if_exists` refuses.
-        RalmError: text, tokenizer, reader and retrieval do not belong together, or the table cannot be written.
+        RalmError: text, tokenizer, reader, retrieval and `plain` do not belong together, or the table cannot be
+            written.
     """
     at_least(0, k=k)
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
@@ -90,6 +94,8 @@ def score(
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
     settings["retrieval"] = retrieved[0].settings if retrieved else None
     folder = Folder.create(location, KIND, settings, if_exists)
+    if plain is not None:
+        check_plain(location, plain, folder.settings)
     scorer = Scorer(reader, strides.window, windows.past + strides.stride, batch_size)
     table = ScoreTable(
         folder,
@@ -98,16 +104,29 @@ def score(
         past=windows.past,
         stride=strides.stride,
         first=int(schedule.ends[0]) - 1,
-        chunk=chunk_strides(1 + rows.shape[1], scorer.batch_size),
+        chunk=chunk_strides(max(1, rows.shape[1] + (plain is None)), scorer.batch_size),
     )
     bos = tokenizer.bos if everywhere else None
-    score_job(scorer, Job(tokens, schedule, strides, windows.past, rows, encode, bos), table, progress=progress)
+    job = Job(tokens, schedule, strides, windows.past, rows, encode, bos)
+    score_job(scorer, job, table, plain=plain, progress=progress)
 
     folder.about.update(describe(text, offsets, schedule, rows, passages, encode), reader=reader.name)
     if retrieved is not None:
         folder.about["retrieved"] = retrieved[0].origin
     folder.write_manifest()
     return open_scores(location)
+
+
+def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:
+    """Refuses scores without passage that are not those of the table to be made with `settings`.
+
+    Raises:
+        RalmError: naming what differs.
+    """
+    there, here = ({k: v for k, v in made.items() if k not in OF_PASSAGES} for made in (plain.settings, settings))
+    listed = differences(there, here)
+    if listed:
+        raise RalmError(f"{location}: the scores without passage are not of this reader and these windows: {listed}")
 
 
 def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:

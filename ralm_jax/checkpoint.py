@@ -53,8 +53,8 @@ def dtype(folder: Path) -> str:
     return str(np.dtype(next(iter(metadata(folder).values())).dtype))
 
 
-def restore(folder: Path, state: nnx.State) -> tuple[nnx.State, str]:
-    """Fills the abstract `state` (shapes, dtypes, shardings) from `folder`; and a fingerprint of what is there.
+def restore(folder: Path, state: nnx.State) -> nnx.State:
+    """Fills the abstract `state` (shapes, dtypes, shardings) from `folder`.
 
     Raises:
         RalmError: it is damaged, or holds other parameters.
@@ -68,7 +68,7 @@ def restore(folder: Path, state: nnx.State) -> tuple[nnx.State, str]:
         except Exception as error:
             raise RalmError(f"{path}: not a whole Orbax checkpoint ({first_line(error)})") from None
     leaves = {path: leaf.replace(arrays[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)}
-    return nnx.from_flat_state(leaves), fingerprint(path)
+    return nnx.from_flat_state(leaves)
 
 
 def check(folder: Path, state: nnx.State) -> None:
@@ -89,9 +89,9 @@ def check(folder: Path, state: nnx.State) -> None:
         raise RalmError(f"{folder}: the weights do not fit: {some(sorted(wrong))}")
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(folder: Path) -> str:
     """Over the names of the checkpoint's files and samples of each."""
-    digest = hashlib.sha256()
+    path, digest = (folder / FOLDER).absolute(), hashlib.sha256()
     for file in sorted(path.rglob("*")):
         if file.is_file():
             digest.update(f"{file.relative_to(path)}".encode() + sampled_hash(file, [(0, file.stat().st_size)]))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,26 @@ def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str
     Raises:
         RalmError: the model cannot be loaded exactly; the message says why.
     """
+    model = unloaded_model(name, path, families, dtype, mesh)
+    with on_mesh(model.mesh):
+        if checkpoint.there(path):
+            state = checkpoint.restore(path, model.state)
+        else:
+            state = weights.load(model.family, model.state, model.config, open_source(path), str(path))
+    return replace(model, state=state)
+
+
+def unloaded_model(name: str, path: Path, families: Mapping[str, Family], dtype: str, mesh: Mesh | None) -> Model:
+    """What `load_model` would load, with shapes in place of the parameters.
+
+    Raises:
+        RalmError: no configuration or weights, or such as cannot be read.
+    """
     family, config = family_of(config_file(path), families)
     mesh = mesh or make_mesh()
     graphdef, state = abstract(family, config, mesh, dtype)
-    with on_mesh(mesh):
-        if checkpoint.there(path):
-            state, fingerprint = checkpoint.restore(path, state)
-        else:
-            source = open_source(path)
-            state, fingerprint = weights.load(family, state, config, source, str(path)), source.fingerprint()
+    there = checkpoint.there(path)
+    fingerprint = checkpoint.fingerprint(path) if there else open_source(path).fingerprint()
     return Model(name, family, config, graphdef, state, mesh, dtype, fingerprint)
 
 

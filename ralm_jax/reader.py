@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ReaderConfig
 from ralm_jax.hub import locate
-from ralm_jax.model import Model, load_model, matmul_precision, random_model, warn_of_overflow
+from ralm_jax.model import Model, load_model, matmul_precision, random_model, unloaded_model, warn_of_overflow
 from ralm_jax.models import READERS
 from ralm_jax.sharding import on_mesh
 
@@ -48,6 +48,16 @@ def load_reader(model: str, *, dtype: str = "float32", mesh: Mesh | None = None)
     loaded = load_model(model, locate(model), READERS, dtype, mesh)
     warn_of_overflow(loaded)
     return Reader(**vars(loaded))
+
+
+def unloaded_reader(model: str, *, dtype: str = "float32") -> Reader:
+    """What `load_reader` would load, with shapes in place of the parameters: it can be described, not run.
+
+    Raises:
+        UsageError: no such model.
+        RalmError: its files cannot be read.
+    """
+    return Reader(**vars(unloaded_model(model, locate(model), READERS, dtype, None)))
 
 
 def random_reader(config: ReaderConfig, *, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None) -> Reader:

@@ -4,7 +4,7 @@ Candidate 0 is "no passage"; candidate i is the i-th retrieved passage. The firs
 without passage. Everything that the papers report is a pure function of this table (`ralm_jax.ranking`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,11 @@ class Scores:
     def num_passages(self) -> np.ndarray:
         """(J,) how many passages each stride has."""
         return (self.passages >= 0).sum(axis=1)
+
+    def first_k(self, k: int) -> "Scores":
+        """The table of the first `k` passages alone; `about` stays that of all."""
+        past, target = self.past[:, : 1 + k], self.target[:, : 1 + k]
+        return replace(self, past=past, target=target, passages=self.passages[:, :k], settings=self.settings | {"k": k})
 
 
 class ScoreTable:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
-from ralm_jax.score_table import ScoreTable
+from ralm_jax.score_table import Scores, ScoreTable
 from ralm_jax.settings import StrideSettings
 from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch
 from ralm_jax.tokenizer import Tokenizer
@@ -230,12 +230,16 @@ class Job:
             bos=self.bos,
         )
 
-    def windows(self, strides: range) -> tuple[Windows, np.ndarray]:
-        """The windows of a chunk of strides (counted after the first), and the place (stride, candidate) of each."""
+    def windows(self, strides: range, *, plain: bool = True) -> tuple[Windows, np.ndarray]:
+        """The windows of a chunk of strides (counted after the first), and the place (stride, candidate) of each.
+
+        Args:
+            plain: with those of "no passage".
+        """
         retrieved = self.rows[strides.start : strides.stop]
         rows = np.concatenate([np.full((len(retrieved), 1), -1), retrieved], axis=1)  # candidate 0: no passage
         wanted = rows >= 0
-        wanted[:, 0] = True
+        wanted[:, 0] = plain
         places = np.argwhere(wanted)
         which = places[:, 0] + strides.start + 1
         windows = build_windows(
@@ -257,27 +261,34 @@ def chunk_strides(candidates: int, batch_size: int) -> int:
     return -(-BATCHES_A_CHUNK * batch_size // candidates // whole) * whole
 
 
-def score_job(scorer: Scorer, job: Job, table: ScoreTable, *, progress: bool | None = None) -> None:
+def score_job(
+    scorer: Scorer, job: Job, table: ScoreTable, *, plain: Scores | None = None, progress: bool | None = None
+) -> None:
     """Fills what `table` lacks of `job`.
 
     Args:
+        plain: scores of the same windows, whose "no passage" is copied instead of computed.
         progress: show a progress bar on the terminal; None for "if there is one".
 
     Raises:
         RalmError: the reader gives NaN or does not know a token, or the table cannot be written.
     """
     if table.first_window_missing():
-        table.write_first_window(scorer.score(job.first_window(), scorer.multiple)[0])
+        first = plain.first_window if plain else scorer.score(job.first_window(), scorer.multiple)[0]
+        table.write_first_window(first)
     todo = table.missing()
-    per_stride = 1 + (job.rows >= 0).sum(axis=1)
+    per_stride = int(plain is None) + (job.rows >= 0).sum(axis=1)
     total, left = (int(sum(per_stride[r].sum() for r in ranges)) for ranges in ([slice(None)], todo))
     shape = (1 + job.rows.shape[1], job.past + job.settings.stride)
     started, scored = time.perf_counter(), 0
     disable = None if progress is None else not progress
     with tqdm(total=total, initial=total - left, unit="window", disable=disable, dynamic_ncols=True) as bar:
         for chunk in todo:
-            windows, places = job.windows(chunk)
+            windows, places = job.windows(chunk, plain=plain is None)
             filled = np.full((len(chunk), *shape), np.nan, np.float32)
+            if plain is not None:
+                strides = slice(chunk.start, chunk.stop)
+                filled[:, 0] = np.concatenate([plain.past[strides, 0], plain.target[strides, 0]], axis=1)
             start = 0
             for values in scorer.batches(windows, scorer.batch_size):
                 here = places[start : start + len(values)]

@@ -255,11 +255,16 @@ def refuse_mismatch(location: str, there: dict[str, Any], here: dict[str, Any]) 
     Raises:
         RalmError: naming the settings that differ, with both values.
     """
+    listed = differences(there, here)
+    if listed:
+        raise RalmError(f"{location}: was made with other settings and cannot be resumed: {listed}")
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first settings that differ, with both values; nothing if none do."""
     there, here = flat(there), flat(here)
     differing = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-    if differing:
-        listed = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in differing[:4])
-        raise RalmError(f"{location}: was made with other settings and cannot be resumed: {listed}")
+    return "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in differing[:4])
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -54,6 +55,33 @@ def make_queries(
     return own_queries(text.content, begins, queries.query_length, tokenizer, retriever_tokenizer)
 
 
+def retrieval_settings(
+    retriever: Retriever,
+    text: Text,
+    tokenizer: Tokenizer,
+    strides: StrideSettings,
+    queries: QuerySettings,
+    excluded: frozenset[str],
+    count: int,
+) -> dict[str, Any]:
+    """What a RetrievalTable of `count` strides is a function of; it is resumed only where all of it agrees."""
+    return {
+        "text_sha256": text.fingerprint,
+        "tokenizer_sha256": tokenizer.fingerprint,
+        "strides": count,
+        "window": strides.window,
+        "stride": strides.stride,
+        "query_length": queries.query_length,
+        "query_tokens": queries.query_tokens,
+        "k": queries.k,
+        "retriever": retriever.settings,
+        "retriever_sha256": retriever.fingerprint,
+        "exclusion": queries.exclusion_of(strides.preset),
+        "excluded_titles": len(excluded),
+        "excluded_sha256": sha256("\n".join(sorted(excluded)).encode()).hexdigest(),
+    }
+
+
 def retrieve(
     retriever: Retriever,
     text: Text,
@@ -79,21 +107,7 @@ def retrieve(
     tokens = tokenizer.encode(text.content)
     schedule = make_schedule(len(tokens), strides)
     exclusion = queries.exclusion_of(strides.preset)
-    settings = {
-        "text_sha256": text.fingerprint,
-        "tokenizer_sha256": tokenizer.fingerprint,
-        "strides": len(schedule),
-        "window": strides.window,
-        "stride": strides.stride,
-        "query_length": queries.query_length,
-        "query_tokens": queries.query_tokens,
-        "k": queries.k,
-        "retriever": retriever.settings,
-        "retriever_sha256": retriever.fingerprint,
-        "exclusion": exclusion,
-        "excluded_titles": len(excluded),
-        "excluded_sha256": sha256("\n".join(sorted(excluded)).encode()).hexdigest(),
-    }
+    settings = retrieval_settings(retriever, text, tokenizer, strides, queries, excluded, len(schedule))
     own = retriever.tokenizer if queries.query_tokens == "retriever" else None
     wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from eval.lm import score
+from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import PassageTokens, Scorer, chunk_strides, label_log_probs
@@ -260,6 +262,62 @@ def test_a_passage_that_would_fill_the_window_leaves_target_and_past(tmp_path, r
 def test_fewer_passages_than_asked_for_are_told(tmp_path, reader, bare, caplog):
     assert run(tmp_path, reader, bare, k=9).settings["k"] == K
     assert "table has 3 passages a stride; scoring these, not 9" in caplog.text
+
+
+class TestNoPassageOnce:
+    """Scores without passage are copied into another table to the bit, and not computed."""
+
+    def test_copied(self, tmp_path, reader, bare, monkeypatch):
+        table, passages = retrieved(131)
+        table.rows[5:20] = -1  # whole chunks without any passage
+        options = {"retrieved": (table, passages), "batch_size": 2}
+        whole = run(tmp_path, reader, bare, name="whole", **options)
+        plain = run(tmp_path, reader, bare, name="plain", retrieved=None, windows=replace(WINDOWS, passage_tokens=9))
+        plain.target[3, 0, 0] = plain.first_window[7] = -0.125  # nothing that the reader says
+        counted, dispatch = [], Scorer.dispatch
+        monkeypatch.setattr(Scorer, "dispatch", lambda self, w: (counted.append(len(w)), dispatch(self, w))[1])
+        copied = run(tmp_path, reader, bare, name="copied", plain=plain, **options)
+        for name in ("first_window", "past", "target"):
+            found, expected = getattr(copied, name), getattr(plain, name)
+            np.testing.assert_array_equal(found[:, 0] if found.ndim > 1 else found, expected.squeeze())
+        for name in ("past", "target"):
+            np.testing.assert_allclose(getattr(copied, name)[:, 1:], getattr(whole, name)[:, 1:], atol=1e-5)
+        passages_scored = int(whole.num_passages.sum())
+        assert passages_scored <= sum(counted) <= passages_scored + len(counted)
+        assert (copied.settings, copied.about) == (whole.settings, whole.about)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"strides": replace(STRIDES, limit_strides=5)}, "strides: 18 there, 5 now"),
+            ({"windows": replace(WINDOWS, past=4)}, "past: 8 there, 4 now"),
+            ({"windows": replace(WINDOWS, bos="passage")}, "bos: 'every-window' there, 'passage' now"),
+            ({"tokens": 130}, "text_sha256: "),
+        ],
+    )
+    def test_of_something_else(self, tmp_path, reader, bare, options, message):
+        plain = run(tmp_path, reader, bare, name="plain", retrieved=None)
+        with pytest.raises(RalmError, match=f"not of this reader and these windows: {message}"):
+            run(tmp_path, reader, bare, plain=plain, **options)
+
+    def test_of_another_reader(self, tmp_path, reader, bare):
+        plain = run(tmp_path, reader, bare, name="plain", retrieved=None)
+        with pytest.raises(RalmError, match="weights_sha256: 'random 0' there, 'other' now"):
+            run(tmp_path, replace(reader, fingerprint="other"), bare, plain=plain)
+
+
+def test_the_first_k_are_a_table_of_k(tmp_path, reader, bare):
+    table, passages = retrieved(131)
+    shorter = replace(table, rows=table.rows[:, :2], scores=table.scores[:, :2])
+    whole = run(tmp_path, reader, bare, name="3", retrieved=(table, passages)).first_k(2)
+    fewer = run(tmp_path, reader, bare, name="2", retrieved=(shorter, passages), k=2)
+    np.testing.assert_array_equal(whole.passages, fewer.passages)
+    np.testing.assert_allclose(whole.target, fewer.target, atol=1e-5)
+    np.testing.assert_allclose(whole.past, fewer.past, atol=1e-5)
+    for policy in (ranking.first, ranking.random, partial(ranking.zero_shot, tokens=8), ranking.oracle):
+        np.testing.assert_array_equal(policy(whole), policy(fewer))
+    assert whole.settings["k"] == 2
+    assert (whole.num_passages <= 2).all()
 
 
 def test_where_each_token_ends_is_kept(tmp_path, reader, bare):

@@ -17,7 +17,7 @@ from ralm_jax.encoder import load_encoder
 from ralm_jax.errors import RalmError
 from ralm_jax.model import random_model
 from ralm_jax.models import ENCODERS
-from ralm_jax.reader import load_reader
+from ralm_jax.reader import load_reader, unloaded_reader
 from ralm_jax.sharding import make_mesh
 from ralm_jax.sources import MsgpackSource, SafetensorsSource, open_source
 from ralm_jax.weights import flat_state
@@ -219,7 +219,7 @@ class TestOrbax:
         assert_same(spread.state, alone.state)
         kernel = flat_state(spread.state)["layers.attention.q.kernel"].get_value()
         assert kernel.addressable_shards[0].data.shape == (3, 16, 4, 8)
-        assert spread.fingerprint == alone.fingerprint
+        assert spread.fingerprint == alone.fingerprint == unloaded_reader(str(folder)).fingerprint
 
     def test_in_another_dtype(self, folder):
         half = load_reader(str(folder), dtype="bfloat16", mesh=make_mesh(data=1))

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ralm_jax.config import ConfigFile
-from ralm_jax.errors import UsageError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.keys import Layout
 from ralm_jax.models.llama import LlamaConfig
-from ralm_jax.reader import load_reader
+from ralm_jax.reader import load_reader, unloaded_reader
 from ralm_jax.sharding import make_mesh
 from ralm_jax.weights import flat_state
 from tests import tiny
@@ -113,6 +113,16 @@ def test_fingerprints_tell_weights_apart(folder):
         edit_tensors(folder, lambda t, name=name: t.update({name: t[name] + 1}))
         found.add(load_reader(str(folder), mesh=make_mesh(data=1)).fingerprint)
     assert len(found) == 4
+
+
+def test_what_would_be_loaded(folder):
+    loaded, unloaded = load_reader(str(folder)), unloaded_reader(str(folder))
+    assert (unloaded.fingerprint, unloaded.config, unloaded.mesh) == (loaded.fingerprint, loaded.config, loaded.mesh)
+    values = [leaf.get_value() for leaf in flat_state(unloaded.state).values()]
+    assert all(isinstance(value, jax.ShapeDtypeStruct) for value in values)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RalmError, match="not a whole safetensors file"):
+        unloaded_reader(str(folder))
 
 
 @pytest.mark.parametrize(
