@@ -3,6 +3,10 @@
     python benchmarks/scoring.py                      SmolLM2-135M, window 1,024
     python benchmarks/scoring.py --reader gpt2        random weights of that shape (any name of `ralm inspect NAME`)
     python benchmarks/scoring.py --quick --json out.json
+    python benchmarks/scoring.py --shared --text TEXT --corpus CORPUS
+
+With --shared: windows that the strides of a block of 64 tokens share, against one window a stride and passage, both of
+SmolLM2 over the same strides of a text with BM25's passages; time and perplexities of both.
 
 The loop takes one window a forward and forms all logits (`eval_lm.py` of AI21Labs/in-context-ralm). Both sides read the
 same float32 checkpoint, each in processes of its own that take turns, and score the same windows of the demo's
@@ -21,7 +25,12 @@ from typing import Any
 
 import numpy as np
 import tyro
-from processes import run_apart
+
+HERE = str(Path(__file__).resolve().parent)
+sys.path[:] = [HERE, *(place for place in sys.path if place != HERE)]
+from processes import run_apart  # noqa: E402
+
+sys.path.remove(HERE)  # a file there has the name of a package that is measured
 
 ROUNDS = 3
 
@@ -36,6 +45,14 @@ class Options:
     """Tokens a window."""
     windows: int = 16
     """Windows a round."""
+    shared: bool = False
+    """Compare shared windows with exact ones, on --text with passages of --corpus."""
+    text: str = ""
+    """With --shared: the text."""
+    corpus: str = ""
+    """With --shared: the corpus."""
+    strides: int = 32
+    """With --shared: strides with 16 passages, and 8 times as many with one."""
     quick: bool = False
     """One round of 4 windows."""
     json: str | None = None
@@ -190,8 +207,74 @@ def compare(options: Options) -> dict[str, Any]:
     }
 
 
+BLOCK = 64
+
+
+def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[str, Any]:
+    """Seconds of exact and shared windows, and perplexities of the strides after the first window, which both share."""
+    from eval.lm import score
+    from eval.report import policies
+    from eval.sample import smollm2
+    from ralm_jax.reader import load_reader
+    from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
+    from ralm_jax.text import read_text
+    from ralm_jax.tokenizer import load_tokenizer
+    from retrieval.query import retrieve
+    from retrieval.retriever import open_index
+
+    text, model = read_text(options.text), str(smollm2())
+    reader, tokenizer, index = load_reader(model), load_tokenizer(model), open_index(str(folder / "index"))
+    seconds, perplexities = {}, {}
+    for name, block in (("exact", None), ("shared", BLOCK)):
+        windows = WindowSettings(block=block)
+        for run, limit in (("compiles", 2), ("timed", 1 + strides)):
+            settings = StrideSettings(options.window, limit_strides=limit)
+            place = str(folder / f"{name}-{k}-{run}")
+            table = retrieve(index, text, tokenizer, f"{place}-r", strides=settings, queries=QuerySettings(k=k))
+            started = time.perf_counter()
+            scores = score(
+                text, reader, tokenizer, place, strides=settings, windows=windows,
+                retrieved=(table, index.passages), k=k,
+            )  # fmt: skip
+            seconds[name] = time.perf_counter() - started
+        chosen = {name: policy(scores) for name, policy in policies().items() if name != "random"}
+        of_strides = {strategy: scores.target[np.arange(strides), which] for strategy, which in chosen.items()}
+        perplexities[name] = {strategy: float(np.exp(-target.mean())) for strategy, target in of_strides.items()}
+    return {"k": k, "strides": strides, "seconds": seconds, "ratio": seconds["exact"] / seconds["shared"],
+            "perplexities": perplexities}  # fmt: skip
+
+
+def build(corpus: str, folder: str) -> None:
+    from retrieval.bm25 import build_index
+    from retrieval.corpus import read_corpus
+
+    build_index(read_corpus(corpus), folder)
+
+
+def shared_windows(options: Options) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        run_apart(build, options.corpus, str(folder / "index"))
+        sizes = ((1, 8 * options.strides), (16, options.strides))
+        results = [run_apart(compare_modes, options, k, strides, folder) for k, strides in sizes]
+    print(f"SmolLM2, windows of {options.window}, stride 4, {options.text}; perplexities of exact and shared windows")
+    print(f"{'passages':<10}{'strides':>8}{'exact':>10}{'shared':>10}{'ratio':>7}")
+    for result in results:
+        seconds, (exact, shared) = result["seconds"], result["perplexities"].values()
+        each = (
+            f"{name} {exact[name]:.3f} {shared[name]:.3f} ({shared[name] / exact[name] - 1:+.2%})" for name in exact
+        )
+        print(f"{result['k']:<10}{result['strides']:>8}{seconds['exact']:>8.1f} s{seconds['shared']:>8.1f} s"
+              f"{result['ratio']:>7.2f}   {', '.join(each)}")  # fmt: skip
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     options = tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,))
+    if options.shared:
+        shared_windows(options)
+        return
     figures = compare(options)
     print(
         f"{figures['reader']}, {figures['windows']} windows of {figures['window']} tokens, {figures['rounds']} rounds"

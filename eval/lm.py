@@ -96,7 +96,11 @@ def score(
     folder = Folder.create(location, KIND, settings, if_exists)
     if plain is not None:
         check_plain(location, plain, folder.settings)
-    scorer = Scorer(reader, strides.window, windows.past + strides.stride, batch_size)
+    block = windows.block_strides(strides)
+    scorer = Scorer(reader, strides.window, windows.past + block * strides.stride, batch_size)
+    bos = tokenizer.bos if everywhere else None
+    job = Job(tokens, schedule, strides, block, windows.past, rows, encode, bos)
+    count = len(job.shared(range(len(rows)), plain=plain is None)[0])
     table = ScoreTable(
         folder,
         passages=rows,
@@ -104,10 +108,8 @@ def score(
         past=windows.past,
         stride=strides.stride,
         first=int(schedule.ends[0]) - 1,
-        chunk=chunk_strides(max(1, rows.shape[1] + (plain is None)), scorer.batch_size),
+        chunk=chunk_strides(count, len(rows), scorer.batch_size, block),
     )
-    bos = tokenizer.bos if everywhere else None
-    job = Job(tokens, schedule, strides, windows.past, rows, encode, bos)
     score_job(scorer, job, table, plain=plain, progress=progress)
 
     folder.about.update(describe(text, offsets, schedule, rows, passages, encode), reader=reader.name)
@@ -198,7 +200,7 @@ def score_settings(
         "strides": count,
         "k": rows.shape[1],
         "rows_sha256": sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
-    }
+    } | ({"block": windows.block} if windows.block_strides(strides) > 1 else {})
 
 
 def describe(

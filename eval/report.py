@@ -80,7 +80,9 @@ def format_report(report: Report) -> str:
     any_result = next(iter(results.values()))
     lines = [
         f"{report.location}: {about['reader']} on {about['text']}",
-        f"window {settings['window']}, stride {settings['stride']}, {settings['k']} passages a stride, "
+        f"window {settings['window']}, stride {settings['stride']}, "
+        + (f"windows shared by blocks of {settings['block']} tokens, " if "block" in settings else "")
+        + f"{settings['k']} passages a stride, "
         f"{settings['dtype']}",
         "",
         f"{'strategy':<12}{'token ppl':>12}{'word ppl':>12}{'vs none':>10}{'NLL':>14}{'no passage':>12}",

@@ -1,6 +1,8 @@
 """Reader + windows -> ScoreTable: batched, jit-compiled, one compilation a shape, resumable chunk by chunk.
 
-Exact mode: every window is scored by itself, as the papers define it.
+In exact mode every window is scored by itself, as the papers define it. In shared mode the strides of a block that have
+a passage in common are scored in one window, which ends with the block: neighbouring strides share about half of their
+first passages. Their prefix lacks up to block - stride tokens at its far end; all else is the same.
 """
 
 import functools
@@ -202,6 +204,7 @@ class Job:
         tokens: (L,) int32, the text.
         schedule: its strides.
         settings: window and stride.
+        block: strides that share windows; 1 is exact.
         past: tokens before each target that are scored as well.
         rows: (J, k) the passages of the strides after the first; -1 for none.
         passage_tokens: gives the tokens of rows.
@@ -211,6 +214,7 @@ class Job:
     tokens: np.ndarray
     schedule: Schedule
     settings: StrideSettings
+    block: int
     past: int
     rows: np.ndarray
     passage_tokens: Callable[[np.ndarray], list[np.ndarray]]
@@ -230,35 +234,58 @@ class Job:
             bos=self.bos,
         )
 
-    def windows(self, strides: range, *, plain: bool = True) -> tuple[Windows, np.ndarray]:
-        """The windows of a chunk of strides (counted after the first), and the place (stride, candidate) of each.
+    def shared(self, strides: range, *, plain: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Which windows a chunk of strides (counted after the first, from a block's first on) takes.
 
         Args:
             plain: with those of "no passage".
+
+        Returns:
+            (n, 2) block and passage of each window, and (m, 3) stride, candidate and window of each place in the table,
+            by window.
         """
         retrieved = self.rows[strides.start : strides.stop]
         rows = np.concatenate([np.full((len(retrieved), 1), -1), retrieved], axis=1)  # candidate 0: no passage
         wanted = rows >= 0
         wanted[:, 0] = plain
-        places = np.argwhere(wanted)
-        which = places[:, 0] + strides.start + 1
+        places, passages = np.argwhere(wanted), rows[wanted]
+        blocks = (places[:, 0] + strides.start) // self.block
+        keys = blocks * (passages.max(initial=0) + 2) + passages + 1
+        _, first, window = np.unique(keys, return_index=True, return_inverse=True)
+        order = np.argsort(first)  # windows in the order in which their places come
+        window = np.argsort(order)[window]
+        places = np.column_stack([places, window])[np.argsort(window, kind="stable")]
+        return np.column_stack([blocks, passages])[first[order]], places
+
+    def windows(self, strides: range, *, plain: bool = True) -> tuple[Windows, np.ndarray]:
+        """The windows of a chunk of strides, and (m, 4) stride, candidate, window and first label of each place."""
+        wanted, places = self.shared(strides, plain=plain)
+        first = wanted[:, 0] * self.block + 1  # strides of the schedule, which counts the first window
+        last = np.minimum(first + self.block, len(self.schedule)) - 1
         windows = build_windows(
             self.tokens,
-            starts=self.schedule.starts[which],
-            first_labels=self.schedule.targets[which] - self.past,
-            ends=self.schedule.ends[which],
-            passages=self.passage_tokens(rows[wanted]),
-            num_labels=self.past + self.settings.stride,
+            starts=self.schedule.starts[last],
+            first_labels=self.schedule.targets[first] - self.past,
+            ends=self.schedule.ends[last],
+            passages=self.passage_tokens(wanted[:, 1]),
+            num_labels=self.past + self.block * self.settings.stride,
             length=self.settings.window,
             bos=self.bos,
         )
-        return windows, places
+        begins = self.schedule.targets[places[:, 0] + strides.start + 1] - self.schedule.targets[first[places[:, 2]]]
+        return windows, np.column_stack([places, begins])
 
 
-def chunk_strides(candidates: int, batch_size: int) -> int:
-    """Strides a chunk: several full batches of windows, and no ragged one if every stride has all candidates."""
-    whole = batch_size // math.gcd(batch_size, candidates)
-    return -(-BATCHES_A_CHUNK * batch_size // candidates // whole) * whole
+def chunk_strides(windows: int, strides: int, batch_size: int, block: int) -> int:
+    """Strides a chunk: several full batches of windows, whole blocks, and in exact mode no ragged batch if every stride
+    has all candidates.
+
+    Args:
+        windows: that all `strides` take.
+    """
+    each = max(1, windows) / max(1, strides)
+    whole = block if block > 1 else batch_size // math.gcd(batch_size, math.ceil(each))
+    return math.ceil(BATCHES_A_CHUNK * batch_size / each / whole) * whole
 
 
 def score_job(
@@ -277,8 +304,8 @@ def score_job(
         first = plain.first_window if plain else scorer.score(job.first_window(), scorer.multiple)[0]
         table.write_first_window(first)
     todo = table.missing()
-    per_stride = int(plain is None) + (job.rows >= 0).sum(axis=1)
-    total, left = (int(sum(per_stride[r].sum() for r in ranges)) for ranges in ([slice(None)], todo))
+    total = len(job.shared(range(len(job.rows)), plain=plain is None)[0])
+    left = sum(len(job.shared(chunk, plain=plain is None)[0]) for chunk in todo)
     shape = (1 + job.rows.shape[1], job.past + job.settings.stride)
     started, scored = time.perf_counter(), 0
     disable = None if progress is None else not progress
@@ -291,8 +318,9 @@ def score_job(
                 filled[:, 0] = np.concatenate([plain.past[strides, 0], plain.target[strides, 0]], axis=1)
             start = 0
             for values in scorer.batches(windows, scorer.batch_size):
-                here = places[start : start + len(values)]
-                filled[here[:, 0], here[:, 1]] = values
+                begin, end = np.searchsorted(places[:, 2], [start, start + len(values)])
+                stride, candidate, window, label = places[begin:end].T
+                filled[stride, candidate] = values[window[:, None] - start, label[:, None] + np.arange(shape[1])]
                 start, scored = start + len(values), scored + len(values)
                 rate = scored * job.settings.window / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)

@@ -83,26 +83,42 @@ class WindowSettings:
     """A passage is cut to so many tokens."""
     bos: Bos | None = None
     """Where the BOS of a tokenizer that adds one goes. Default: every-window; ai21: passage."""
+    block: int | None = None
+    """Strides of a block of so many tokens share the window of a passage, which ends with the block: faster, with up to
+    block - stride tokens less of the prefix's far end. Default: the stride, which is exact."""
 
     def __post_init__(self) -> None:
         at_least(0, past=self.past)
-        at_least(1, passage_tokens=self.passage_tokens)
+        at_least(1, passage_tokens=self.passage_tokens, block=self.block)
 
     def bos_of(self, preset: Preset) -> Bos:
         """Where special tokens go. "every-window": BOS once in front of every window, no special token inside.
         "passage", as in the paper's code: passages carry what the tokenizer adds by default, text carries none."""
         return self.bos or ("passage" if preset == "ai21" else "every-window")
 
-    def passage_limit(self, strides: StrideSettings) -> int:
-        """Tokens that a passage may have: as many as asked for, and as leave target and past tokens in the window.
+    def block_strides(self, strides: StrideSettings) -> int:
+        """Strides that share windows.
 
         Raises:
-            UsageError: there is no room for any.
+            UsageError: a block is no whole number of strides.
         """
-        room = strides.window - strides.stride - self.past
+        block = self.block or strides.stride
+        if block % strides.stride:
+            raise UsageError(f"a block of {block} tokens is no whole number of strides of {strides.stride}")
+        return block // strides.stride
+
+    def passage_limit(self, strides: StrideSettings) -> int:
+        """Tokens that a passage may have: as many as asked for, and as leave targets and past tokens in the window.
+
+        Raises:
+            UsageError: there is no room for any, or as `block_strides`.
+        """
+        block = self.block_strides(strides) * strides.stride
+        room = strides.window - block - self.past
         if room < 1:
+            beside = f"a block of {block}" if block > strides.stride else f"stride {block}"
             raise UsageError(
-                f"a window of {strides.window} has no room beside stride {strides.stride} and past {self.past}; use a "
-                "larger window or a smaller past"
+                f"a window of {strides.window} has no room beside {beside} and past {self.past}; use a larger window "
+                "or a smaller past"
             )
         return min(self.passage_tokens, room)

@@ -64,7 +64,8 @@ def run(tmp_path, reader, tokenizer, *, strides=STRIDES, windows=WINDOWS, tokens
 
 
 def brute_force(reader, tokenizer, windows, tokens, table, passages):
-    """Log-probabilities by the protocol, one unpadded window at a time, from all logits."""
+    """Log-probabilities by the protocol, one unpadded window at a time, from all logits; where strides share windows,
+    each begins where that of the block's last stride does."""
     ids = tokenizer.encode(tiny.text(tokens)).tolist()
     schedule = make_schedule(tokens, STRIDES)
     bos = list(tokenizer.prefix) if windows.bos == "every-window" else []
@@ -77,7 +78,8 @@ def brute_force(reader, tokenizer, windows, tokens, table, passages):
     first = log_probs(bos + ids[: schedule.ends[0] - 1], ids[1 : schedule.ends[0]])
     rest = {}
     for j in range(1, len(schedule)):
-        start, target, end = schedule.starts[j], schedule.targets[j], schedule.ends[j]
+        last = min(j + -j % windows.block_strides(STRIDES), len(schedule) - 1)
+        start, target, end = schedule.starts[last], schedule.targets[j], schedule.ends[j]
         for i in range(1 + table.k):
             window = ids[start:end]
             if i:
@@ -95,11 +97,20 @@ def brute_force(reader, tokenizer, windows, tokens, table, passages):
     return first, rest
 
 
-@pytest.mark.parametrize("bos", ["every-window", "passage"])
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_against_full_logits(tmp_path, reader, bare, with_bos, bos, adds_bos):
+@pytest.mark.parametrize(
+    ("bos", "adds_bos", "block"),
+    [
+        ("every-window", False, None),
+        ("every-window", True, None),
+        ("passage", False, None),
+        ("passage", True, None),
+        ("every-window", True, 16),
+        ("passage", True, 8),
+    ],
+)
+def test_against_full_logits(tmp_path, reader, bare, with_bos, bos, adds_bos, block):
     tokenizer = with_bos if adds_bos else bare
-    windows = replace(WINDOWS, bos=bos)
+    windows = replace(WINDOWS, bos=bos, block=block)
     table, passages = retrieved(131)
     scores = run(tmp_path, reader, tokenizer, windows=windows, retrieved=(table, passages), progress=False)
     first, rest = brute_force(reader, tokenizer, windows, 131, table, passages)
@@ -121,6 +132,55 @@ def test_batch_size_changes_nothing(tmp_path, reader, bare, batch_size):
     one, other = (run(tmp_path, reader, bare, name=str(n), batch_size=n) for n in (16, batch_size))
     np.testing.assert_allclose(one.target, other.target, atol=1e-5)
     np.testing.assert_allclose(one.past, other.past, atol=1e-5)
+
+
+class TestShared:
+    """Strides of a block that have a passage in common share its window."""
+
+    def test_a_block_of_one_stride_is_exact_mode_to_the_bit(self, tmp_path, reader, bare):
+        exact = run(tmp_path, reader, bare, name="exact")
+        block = run(tmp_path, reader, bare, name="block", windows=replace(WINDOWS, block=STRIDES.stride))
+        for name in ("first_window", "past", "target"):
+            np.testing.assert_array_equal(getattr(exact, name), getattr(block, name))
+        assert exact.settings == block.settings
+
+    def test_fewer_windows(self, tmp_path, reader, bare, monkeypatch):
+        table, passages = retrieved(131)
+        table.rows[1:] = [3, 5, 7]
+        scored, dispatch = [], Scorer.dispatch
+        monkeypatch.setattr(Scorer, "dispatch", lambda self, w: (scored.append(len(w)), dispatch(self, w))[1])
+        options = {"retrieved": (table, passages), "windows": replace(WINDOWS, block=16), "batch_size": 1}
+        shared = run(tmp_path, reader, bare, **options)
+        assert sum(scored) == 1 + 5 * (1 + K)  # 17 strides are five blocks
+        assert shared.settings["block"] == 16
+        assert not np.isnan(shared.target[:-1]).any()
+
+    def test_a_killed_run_goes_on(self, tmp_path, reader, bare, monkeypatch):
+        options = {"tokens": 431, "batch_size": 1, "windows": replace(WINDOWS, block=16)}
+        whole = run(tmp_path, reader, bare, name="whole", **options)
+        TestResume.interrupt(None, monkeypatch, after=30)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, reader, bare, **options)
+        monkeypatch.undo()
+        again = run(tmp_path, reader, bare, if_exists="resume", **options | {"batch_size": 3})
+        np.testing.assert_allclose(whole.target, again.target, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("block", "message"),
+        [
+            (6, "a block of 6 tokens is no whole number of strides of 4"),
+            (2, "a block of 2 tokens is no whole number of strides of 4"),
+            (56, "a window of 64 has no room beside a block of 56 and past 8"),
+        ],
+    )
+    def test_blocks_that_do_not_fit(self, tmp_path, reader, bare, block, message):
+        with pytest.raises(UsageError, match=message):
+            run(tmp_path, reader, bare, windows=replace(WINDOWS, block=block))
+
+    def test_exact_scores_are_not_resumed_as_shared_ones(self, tmp_path, reader, bare):
+        run(tmp_path, reader, bare)
+        with pytest.raises(RalmError, match="cannot be resumed: block: None there, 8 now"):
+            run(tmp_path, reader, bare, windows=replace(WINDOWS, block=8), if_exists="resume")
 
 
 def test_all_devices_give_what_one_gives(tmp_path, bare):
@@ -331,9 +391,11 @@ def test_where_each_token_ends_is_kept(tmp_path, reader, bare):
 
 
 def test_chunks_are_whole_batches_where_they_can():
-    assert chunk_strides(17, 16) * 17 % 16 == 0
-    assert chunk_strides(1, 4) == 32
-    assert chunk_strides(17, 1) == 1
+    assert chunk_strides(17 * 100, 100, 16, 1) * 17 % 16 == 0
+    assert chunk_strides(100, 100, 4, 1) == 32
+    assert chunk_strides(1700, 100, 1, 1) == 1
+    assert chunk_strides(0, 0, 4, 1) == 32
+    assert chunk_strides(60, 100, 4, 16) == 64  # whole blocks, eight batches at least
 
 
 class TestResume:
