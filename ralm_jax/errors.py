@@ -1,5 +1,7 @@
 """What goes wrong in a way that the user can mend: one line that names the thing and what to do."""
 
+import re
+
 
 class RalmError(Exception):
     """Something failed: a corrupt file, a mismatch, a full disk. The command line exits with 1."""
@@ -16,4 +18,4 @@ class UsageError(RalmError):
 def first_line(error: BaseException) -> str:
     """What a library's exception says, without the pages that some append."""
     text = str(error).strip().replace("\0", "")
-    return text.split("\n")[0].split(" [")[0] if text else type(error).__name__
+    return re.split(r"\n| \[\w+=", text)[0] if text else type(error).__name__

@@ -1,6 +1,8 @@
 """Checkpoints that are not safetensors: Flax's msgpack, PyTorch's pickles, Orbax."""
 
+import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import flax.serialization
 import ml_dtypes
 import msgpack
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from safetensors.numpy import load_file
 
 from ralm_jax import checkpoint
@@ -240,21 +244,53 @@ class TestOrbax:
                 path.write_bytes(path.read_bytes()[:10])
         assert "not a whole Orbax checkpoint" in refusal(folder)
 
-    @pytest.mark.parametrize("kind", ["gone", "cut"])
-    def test_data_that_is_lost(self, folder, kind):
-        """In a process of its own: Orbax leaves unfinished coroutines behind, which Python may mourn after our line."""
-        largest = max(
-            (path for path in (folder / "orbax").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
-        )
-        largest.unlink() if kind == "gone" else largest.write_bytes(largest.read_bytes()[:50])
+    @pytest.mark.parametrize(
+        "damage", [None, lambda b: b"", lambda b: b[:50], lambda b: b"\xa5" * len(b)],
+        ids=["gone", "empty", "cut", "overwritten"],
+    )  # fmt: skip
+    def test_data_that_is_lost(self, folder, damage):
+        """In a process of its own: all that it ever prints is one line, though other reads are on their way."""
+        files = [path for path in (folder / "orbax").rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        largest.write_bytes(damage(largest.read_bytes())) if damage else largest.unlink()
         tiny.backend().save(str(folder / "tokenizer.json"))
         (folder / "text.txt").write_text(tiny.text(100))
         command = [sys.executable, "-m", "ralm_jax", "score", "--model", str(folder), "--window", "64"]
         command += ["--text", str(folder / "text.txt"), "--out", str(folder / "scores")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert f"ralm: error: {folder}/orbax: not a whole Orbax checkpoint" in done.stderr
+        said = re.escape(f"ralm: error: {folder}/orbax: not a whole Orbax checkpoint")
+        why = r"[a-z_.]+\.(table|kernel|scale) cannot be read: .+"
+        assert re.fullmatch(rf"{said} \({why}\); copy it again, or convert the model anew\n", done.stderr)
         assert not (folder / "scores").exists()
+
+    def test_a_chunk_that_is_missing(self, folder):
+        """Is not a chunk of zeros."""
+        files = {"driver": "file", "path": f"{folder}/orbax/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": files}).result()
+        assert b"norm.scale/0" in store.list().result()
+        store.write("norm.scale/0", None).result()
+        assert "not a whole Orbax checkpoint (norm.scale cannot be read: " in refusal(folder)
+
+    @pytest.mark.parametrize("kind", ["manifest.ocdbt", "d/*"])
+    def test_a_damaged_list(self, folder, kind):
+        (path,) = (folder / "orbax").glob(kind)
+        path.write_bytes(path.read_bytes()[:-5])
+        message = refusal(folder)
+        assert message.startswith(f"{folder}/orbax: not a whole Orbax checkpoint (")
+        assert str(path) in message
+
+    @pytest.mark.parametrize("options", [{"use_zarr3": True}, {"use_ocdbt": False}])
+    def test_as_other_programs_store_it(self, folder, options):
+        shutil.rmtree(folder / "orbax")
+        tree = {}
+        for name, leaf in flat_state(tiny.reader(tiny.LLAMA).state).items():
+            *places, last = name.split(".")
+            own = functools.reduce(lambda node, place: node.setdefault(place, {}), places, tree)
+            own[last] = leaf.get_value()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as orbax:
+            orbax.save(folder / "orbax", tree)
+        assert_same(load(folder).state, tiny.reader(tiny.LLAMA).state)
 
     def test_nothing_in_it(self, folder):
         shutil.rmtree(folder / "orbax")
