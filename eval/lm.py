@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSet
 from ralm_jax.storage import Folder, differences, refuse_mismatch
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.windows import Schedule, make_schedule
+from ralm_jax.windows import Schedule, aligned_schedule, make_schedule, stride_characters
 from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, PassageRows, Passages
 from retrieval.interchange import import_json
@@ -62,6 +63,7 @@ def score(
     windows: WindowSettings,
     retrieved: tuple[RetrievalTable, PassageRows] | None = None,
     k: int = 16,
+    strides_of_retrieval: bool = False,
     plain: Scores | None = None,
     batch_size: int | None = None,
     if_exists: IfExists = "refuse",
@@ -72,6 +74,8 @@ def score(
     Args:
         location: folder or bucket of the ScoreTable; written chunk by chunk.
         retrieved: a RetrievalTable and its passages; None to score without passages only.
+        strides_of_retrieval: score the strides that `retrieved` was made for, wherever they begin, though the tokenizer
+            is another one; for reranking by another reader.
         plain: finished scores of the same text and reader, whose "no passage" is copied instead of computed.
         batch_size: windows a forward; None chooses.
         progress: show a progress bar; None for "if there is a terminal".
@@ -86,28 +90,35 @@ def score(
     if len(tokens) < 2:
         raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
     check_reader(reader, tokenizer, tokens, strides.window)
-    schedule = make_schedule(len(tokens), strides)
+    if strides_of_retrieval:
+        schedule, strides, characters = retrieved_schedule(retrieved, text, offsets[:, 1], strides, windows.past)
+    else:
+        schedule = make_schedule(len(tokens), strides)
+        characters = stride_characters(schedule, offsets[:, 1])
+        check_retrieved(retrieved, text, tokens, tokenizer, schedule, strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
-    rows, passages = candidate_rows(retrieved, text, tokens, tokenizer, schedule, strides, k)
+    rows, passages = candidate_rows(retrieved, len(schedule), k)
     encode = PassageTokens(passages.contents, tokenizer, windows.passage_limit(strides), specials=not everywhere)
 
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
     settings["retrieval"] = retrieved[0].settings if retrieved else None
+    settings |= {"strides_of_retrieval": True} if strides_of_retrieval else {}
     folder = Folder.create(location, KIND, settings, if_exists)
     if plain is not None:
         check_plain(location, plain, folder.settings)
     block = windows.block_strides(strides)
     scorer = Scorer(reader, strides.window, windows.past + block * strides.stride, batch_size)
     bos = tokenizer.bos if everywhere else None
-    job = Job(tokens, schedule, strides, block, windows.past, rows, encode, bos)
+    job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, rows, encode, bos)
     count = len(job.shared(range(len(rows)), plain=plain is None)[0])
     table = ScoreTable(
         folder,
         passages=rows,
         token_ends=offsets[: schedule.ends[-1], 1],
+        begins=characters[1:, 0],
         past=windows.past,
         stride=strides.stride,
-        first=int(schedule.ends[0]) - 1,
+        first=int(schedule.ends[0] - schedule.starts[0]) - 1,
         chunk=chunk_strides(count, len(rows), scorer.batch_size, block),
     )
     score_job(scorer, job, table, plain=plain, progress=progress)
@@ -152,28 +163,62 @@ def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, windo
         log.warning("%s: expect worse predictions", message)
 
 
-def candidate_rows(
+def check_retrieved(
     retrieved: tuple[RetrievalTable, PassageRows] | None,
     text: Text,
     tokens: np.ndarray,
     tokenizer: Tokenizer,
     schedule: Schedule,
     strides: StrideSettings,
-    k: int,
-) -> tuple[np.ndarray, PassageRows]:
-    """The first `k` passages (J, k) of each stride after the first, and what their rows are.
-
+) -> None:
+    """
     Raises:
         RalmError: the table was made for another text, tokenizer or schedule.
     """
+    if retrieved is not None:
+        table, _ = retrieved
+        table.check_schedule(schedule, f"window {strides.window} and stride {strides.stride}")
+        table.check_text(text, tokens, tokenizer)
+
+
+def retrieved_schedule(
+    retrieved: tuple[RetrievalTable, PassageRows] | None,
+    text: Text,
+    token_ends: np.ndarray,
+    strides: StrideSettings,
+    past: int,
+) -> tuple[Schedule, StrideSettings, np.ndarray]:
+    """The strides of a RetrievalTable in tokens that end at `token_ends`, `strides` with the length of the longest, and
+    the characters (J, 2) of each.
+
+    Raises:
+        UsageError: there is no table, a stride does not fit into a window, or has fewer than `past` tokens before it.
+        RalmError: the table was made for another text, or does not say at which characters its strides begin.
+    """
     if retrieved is None:
-        return np.zeros((len(schedule) - 1, 0), np.int64), Passages.of([])
+        raise UsageError("strides of the retrieval: name it with --retrieval")
+    table, _ = retrieved
+    table.check_fingerprint("text", text)
+    characters = table.stride_characters()[: strides.limit_strides]
+    schedule = aligned_schedule(characters, token_ends, strides.window)
+    if (schedule.targets[1:] <= past).any():
+        raise UsageError(
+            f"{table.origin}: its second stride begins at token {schedule.targets[1]}; use a smaller --past"
+        )
+    longest = int((schedule.ends - schedule.targets)[1:].max(initial=1))
+    return schedule, replace(strides, stride=max(1, longest)), characters
+
+
+def candidate_rows(
+    retrieved: tuple[RetrievalTable, PassageRows] | None, count: int, k: int
+) -> tuple[np.ndarray, PassageRows]:
+    """The first `k` passages (J, k) of each of `count` strides but the first, and what their rows are."""
+    if retrieved is None:
+        return np.zeros((count - 1, 0), np.int64), Passages.of([])
     table, passages = retrieved
-    table.check_schedule(schedule, f"window {strides.window} and stride {strides.stride}")
-    table.check_text(text, tokens, tokenizer)
     if k > table.k:
         log.warning("%s has %d passages a stride; scoring these, not %d", table.origin, table.k, k)
-    return table.rows[1 : len(schedule), :k], passages
+    return table.rows[1:count, :k], passages
 
 
 def score_settings(
@@ -207,9 +252,10 @@ def describe(
     text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: PassageRows, encode: PassageTokens
 ) -> dict[str, Any]:
     """What a finished table tells of its text: the denominators of its perplexities, and overlap with the passages."""
-    tokens = int(schedule.ends[-1])
-    end = len(text.content) if tokens == len(offsets) else int(offsets[tokens - 1, 1])
-    about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": text.words_up_to(end)}
+    first, last = int(schedule.starts[0]), int(schedule.ends[-1])
+    begin, end = int(offsets[first, 0]), len(text.content) if last == len(offsets) else int(offsets[last - 1, 1])
+    words = text.words_up_to(end) - text.words_up_to(begin)
+    about: dict[str, Any] = {"text": text.origin, "tokens": last - first, "words": words}
     used = np.unique(rows[rows >= 0])
     if len(used):
         encode(used)  # a resumed run has not seen them all

@@ -157,6 +157,8 @@ class Score:
     """The index of the RetrievalTable, if it has been moved."""
     k: int = 16
     """Passages a stride that are scored."""
+    strides_of_retrieval: bool = False
+    """Score the strides of --retrieval, which another reader's tokens made: for reranking by this reader."""
     text: TextOptions = TextOptions()
     strides: StrideSettings = StrideSettings()
     windows: WindowSettings = WindowSettings()
@@ -180,6 +182,7 @@ class Score:
             windows=self.windows,
             retrieved=retrieved,
             k=self.k,
+            strides_of_retrieval=self.strides_of_retrieval,
             batch_size=batch_size,
             if_exists=self.rerun.if_exists,
         )

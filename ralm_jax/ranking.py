@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ralm_jax.errors import UsageError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import Scores
 
 Policy = Callable[[Scores], np.ndarray]
@@ -51,6 +51,23 @@ def zero_shot(scores: Scores, tokens: int = 16) -> np.ndarray:
             f"this one has {kept}"
         )
     return best(scores.past[:, 1:, kept - tokens :].sum(axis=2, dtype=np.float64), scores)
+
+
+def zero_shot_by(scores: Scores, ranker: Scores, tokens: int = 16) -> np.ndarray:
+    """`zero_shot` by another reader, whose table of the same strides and passages is `ranker` (eq. 6 with another p_φ).
+
+    The vocabularies may differ: strides are the same where they begin at the same character.
+
+    Raises:
+        UsageError: `ranker` keeps fewer past tokens than `tokens`.
+        RalmError: it has other strides, or other passages.
+    """
+    count, k = scores.passages.shape
+    if not np.array_equal(scores.begins, ranker.begins[:count]):
+        raise RalmError(f"{ranker.about['reader']} scored other strides; use `ralm score --strides-of-retrieval`")
+    if not np.array_equal(scores.passages, ranker.passages[:count, :k]):
+        raise RalmError(f"{ranker.about['reader']} scored other passages; use the same RetrievalTable, and the same k")
+    return zero_shot(ranker.first_k(k), tokens)[:count]
 
 
 def oracle(scores: Scores, k: int | None = None) -> np.ndarray:

@@ -28,6 +28,7 @@ class Scores:
         target: (J, 1 + k, s) float32; NaN after the end of a shorter last stride, and where there is no passage.
         passages: (J, k) int64 rows of the corpus, -1 for none.
         token_ends: (L,) int64, one past the last character of each token of the text up to the last scored one.
+        begins: (J,) int64, the character at which each stride begins.
         settings: what the table was made with.
         about: what is known of the text: tokens, words, overlap with the passages.
     """
@@ -37,6 +38,7 @@ class Scores:
     target: np.ndarray
     passages: np.ndarray
     token_ends: np.ndarray
+    begins: np.ndarray
     settings: dict[str, Any]
     about: dict[str, Any]
 
@@ -60,6 +62,7 @@ class ScoreTable:
         *,
         passages: np.ndarray,
         token_ends: np.ndarray,
+        begins: np.ndarray,
         past: int,
         stride: int,
         first: int,
@@ -68,13 +71,13 @@ class ScoreTable:
         """
         Args:
             passages: (J, k), as in `Scores`; known before anything is scored, and written now.
-            token_ends: (L,), as in `Scores`; likewise.
+            token_ends, begins: (L,) and (J,), as in `Scores`; likewise.
             past, stride: p and s.
             first: scored tokens of the first window.
             chunk: strides a chunk, if the table is new.
         """
         self.past = past
-        for name, values in (("passages", passages), ("token_ends", token_ends)):
+        for name, values in (("passages", passages), ("token_ends", token_ends), ("begins", begins)):
             rows = (min(ROWS_A_CHUNK, max(1, len(values))), *(max(1, size) for size in values.shape[1:]))
             folder.array(name, values.shape, rows, "int64", -2)[:] = values
         shape = (len(passages), 1 + passages.shape[1], past + stride)
@@ -83,7 +86,7 @@ class ScoreTable:
 
     def missing(self) -> list[range]:
         """The chunks of strides that have yet to be scored."""
-        return self._log_probs.missing(~np.isnan(self._log_probs[:, 0, self.past]))
+        return self._log_probs.missing(~np.isnan(self._log_probs[:, 0, 0]))
 
     def first_window_missing(self) -> bool:
         return bool(np.isnan(self._first[:]).any())
@@ -112,8 +115,12 @@ def open_scores(location: str) -> Scores:
         raise RalmError(f"{location}: nothing is scored yet; repeat the scoring command with --resume")
     first, log_probs = folder.read("first_window"), folder.read("log_probs")
     passages, token_ends = folder.read("passages"), folder.read("token_ends")
-    missing = int((np.isnan(log_probs[:, 0, past]) | (passages < -1).any(axis=1)).sum())
-    if missing or np.isnan(first).any() or (token_ends < 0).any() or "tokens" not in folder.about:
+    if "begins" in folder.manifest["arrays"]:
+        begins = folder.read("begins")
+    else:  # a table of before strides could be another tokenizer's
+        begins = token_ends[len(first) + folder.settings["stride"] * np.arange(len(passages))]
+    missing = int((np.isnan(log_probs[:, 0, 0]) | (passages < -1).any(axis=1)).sum())
+    if missing or np.isnan(first).any() or (token_ends < 0).any() or (begins < 0).any() or "tokens" not in folder.about:
         raise RalmError(
             f"{location}: not complete, {missing} of {len(log_probs)} strides are missing; repeat the scoring command "
             "with --resume"
@@ -124,6 +131,7 @@ def open_scores(location: str) -> Scores:
         target=log_probs[:, :, past:],
         passages=passages,
         token_ends=token_ends,
+        begins=begins,
         settings=folder.settings,
         about=folder.about,
     )

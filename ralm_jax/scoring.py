@@ -23,7 +23,6 @@ from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
 from ralm_jax.score_table import Scores, ScoreTable
-from ralm_jax.settings import StrideSettings
 from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch
 from ralm_jax.tokenizer import Tokenizer
 from ralm_jax.windows import Schedule, Windows, bucket_length, build_windows
@@ -203,7 +202,8 @@ class Job:
     Attributes:
         tokens: (L,) int32, the text.
         schedule: its strides.
-        settings: window and stride.
+        window: tokens a window.
+        stride: tokens that a stride has at most.
         block: strides that share windows; 1 is exact.
         past: tokens before each target that are scored as well.
         rows: (J, k) the passages of the strides after the first; -1 for none.
@@ -213,7 +213,8 @@ class Job:
 
     tokens: np.ndarray
     schedule: Schedule
-    settings: StrideSettings
+    window: int
+    stride: int
     block: int
     past: int
     rows: np.ndarray
@@ -222,15 +223,16 @@ class Job:
 
     def first_window(self) -> Windows:
         """The first window: all tokens but the first are labels."""
-        end = int(self.schedule.ends[0])
+        start, end = self.schedule.starts[:1], self.schedule.ends[:1]
+        count = int((end - start)[0])
         return build_windows(
             self.tokens,
-            starts=self.schedule.starts[:1],
-            first_labels=np.ones(1, np.int64),
-            ends=self.schedule.ends[:1],
+            starts=start,
+            first_labels=start + 1,
+            ends=end,
             passages=[np.zeros(0, np.int32)],
-            num_labels=end - 1,
-            length=bucket_length(end, self.settings.window),
+            num_labels=count - 1,
+            length=bucket_length(count, self.window),
             bos=self.bos,
         )
 
@@ -268,8 +270,8 @@ class Job:
             first_labels=self.schedule.targets[first] - self.past,
             ends=self.schedule.ends[last],
             passages=self.passage_tokens(wanted[:, 1]),
-            num_labels=self.past + self.block * self.settings.stride,
-            length=self.settings.window,
+            num_labels=self.past + self.block * self.stride,
+            length=self.window,
             bos=self.bos,
         )
         begins = self.schedule.targets[places[:, 0] + strides.start + 1] - self.schedule.targets[first[places[:, 2]]]
@@ -306,7 +308,7 @@ def score_job(
     todo = table.missing()
     total = len(job.shared(range(len(job.rows)), plain=plain is None)[0])
     left = sum(len(job.shared(chunk, plain=plain is None)[0]) for chunk in todo)
-    shape = (1 + job.rows.shape[1], job.past + job.settings.stride)
+    shape = (1 + job.rows.shape[1], job.past + job.stride)
     started, scored = time.perf_counter(), 0
     disable = None if progress is None else not progress
     with tqdm(total=total, initial=total - left, unit="window", disable=disable, dynamic_ncols=True) as bar:
@@ -322,7 +324,7 @@ def score_job(
                 stride, candidate, window, label = places[begin:end].T
                 filled[stride, candidate] = values[window[:, None] - start, label[:, None] + np.arange(shape[1])]
                 start, scored = start + len(values), scored + len(values)
-                rate = scored * job.settings.window / (time.perf_counter() - started)
+                rate = scored * job.window / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                 bar.update(len(values))
             table.write(chunk, filled)

@@ -39,6 +39,30 @@ def make_schedule(num_tokens: int, settings: StrideSettings) -> Schedule:
     return Schedule(num_tokens, starts, targets, ends)
 
 
+def stride_characters(schedule: Schedule, token_ends: np.ndarray) -> np.ndarray:
+    """(J, 2) int64, the character at which each stride begins, and one past its last.
+
+    Args:
+        token_ends: (L,) one past the last character of each token.
+    """
+    bounds = np.concatenate([[0], token_ends])
+    return np.stack([bounds[schedule.targets], bounds[schedule.ends]], axis=1)
+
+
+def aligned_schedule(characters: np.ndarray, token_ends: np.ndarray, window: int) -> Schedule:
+    """The strides of another tokenizer (`stride_characters`) in this one's tokens.
+
+    A stride predicts the tokens that end within it: one that its beginning falls into is its own, one that its end
+    falls into is not, so that no prefix tells of what comes after it.
+
+    Args:
+        token_ends: (L,) one past the last character of each token.
+        window: tokens a window has at most; where the first stride has more, its first ones are left out.
+    """
+    targets, ends = np.searchsorted(token_ends, characters, side="right").T
+    return Schedule(len(token_ends), np.maximum(0, ends - window), targets, ends)
+
+
 @dataclass(frozen=True)
 class Windows:
     """Fixed-shape windows for a reader; n windows of T tokens, R log-probabilities asked of each.

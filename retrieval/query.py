@@ -12,7 +12,7 @@ from ralm_jax.settings import IfExists, QuerySettings, StrideSettings
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.windows import make_schedule
+from ralm_jax.windows import make_schedule, stride_characters
 from retrieval.retriever import Retriever, search
 from retrieval.table import KIND, RetrievalTable, RetrievalWriter, open_retrieval
 
@@ -104,14 +104,14 @@ def retrieve(
         UsageError: `location` is taken, and `if_exists` refuses; or the retriever has no tokens to measure queries by.
         RalmError: what is there was made with other settings, or cannot be written.
     """
-    tokens = tokenizer.encode(text.content)
+    tokens, offsets = tokenizer.encode_with_offsets(text.content)
     schedule = make_schedule(len(tokens), strides)
     exclusion = queries.exclusion_of(strides.preset)
     settings = retrieval_settings(retriever, text, tokenizer, strides, queries, excluded, len(schedule))
     own = retriever.tokenizer if queries.query_tokens == "retriever" else None
     wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)
-    writer = RetrievalWriter(folder, len(schedule), queries.k)
+    writer = RetrievalWriter(folder, stride_characters(schedule, offsets[:, 1]), queries.k)
     missing = writer.missing()
     disable = None if progress is None else not progress
     with tqdm(total=sum(map(len, missing)), unit="query", disable=disable) as bar:

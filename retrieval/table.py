@@ -30,6 +30,7 @@ class RetrievalTable:
         about: where index and text lay; empty for an imported file.
         origin: where the table lies.
         futures: the text of each stride, which an imported file states.
+        characters: (J, 2) int64, where in the text each stride begins and ends; None for an imported file.
     """
 
     begins: np.ndarray
@@ -40,6 +41,7 @@ class RetrievalTable:
     about: dict[str, Any]
     origin: str
     futures: Sequence[str] = ()
+    characters: np.ndarray | None = None
 
     @property
     def k(self) -> int:
@@ -75,10 +77,8 @@ class RetrievalTable:
         Raises:
             RalmError: the table was made for another text, or with another tokenizer.
         """
-        for name, ours in (("text", text), ("tokenizer", tokenizer)):
-            if self.settings.get(f"{name}_sha256", ours.fingerprint) != ours.fingerprint:
-                made = self.about.get(name, "another one")
-                raise RalmError(f"{self.origin}: was retrieved with the {name} of {made}, not of {ours.origin}")
+        self.check_fingerprint("text", text)
+        self.check_fingerprint("tokenizer", tokenizer, "; add --strides-of-retrieval to score its strides nevertheless")
         for j, future in enumerate(self.futures):
             # older versions of transformers drop spaces in front of punctuation when they decode
             if future and "".join(future.split()) != "".join(
@@ -88,11 +88,34 @@ class RetrievalTable:
                     f"{self.origin}: stride {j} is {future[:40]!r}, which {text.origin} does not have there"
                 )
 
+    def check_fingerprint(self, name: str, ours: Text | Tokenizer, advice: str = "") -> None:
+        """
+        Raises:
+            RalmError: the table was made with another one.
+        """
+        if self.settings.get(f"{name}_sha256", ours.fingerprint) != ours.fingerprint:
+            made = self.about.get(name, "another one")
+            raise RalmError(f"{self.origin}: was retrieved with the {name} of {made}, not of {ours.origin}{advice}")
+
+    def stride_characters(self) -> np.ndarray:
+        """`characters`, if they are known.
+
+        Raises:
+            RalmError: it does not say at which characters its strides begin.
+        """
+        if self.characters is None:
+            raise RalmError(
+                f"{self.origin}: does not say at which characters its strides begin; retrieve anew with `ralm retrieve`"
+            )
+        return self.characters
+
 
 class RetrievalWriter:
     """The table on disk, written a chunk of strides at a time."""
 
-    def __init__(self, folder: Folder, strides: int, k: int):
+    def __init__(self, folder: Folder, characters: np.ndarray, k: int):
+        strides = len(characters)
+        folder.array("characters", characters.shape, characters.shape, "int64", -1)[:] = characters
         self._begins = folder.array("begins", (strides,), (CHUNK,), "int64", -1)
         self._ends = folder.array("ends", (strides,), (CHUNK,), "int64", -1)
         self._rows = folder.array("rows", (strides, k), (CHUNK, k), "int64", -2)
@@ -128,4 +151,5 @@ def open_retrieval(location: str) -> RetrievalTable:
             f"{location}: not complete, {missing} of {len(begins)} strides are missing; repeat the "
             "retrieval command with --resume"
         )
-    return RetrievalTable(begins, ends, rows, scores, folder.settings, folder.about, location)
+    characters = folder.read("characters") if "characters" in folder.manifest["arrays"] else None
+    return RetrievalTable(begins, ends, rows, scores, folder.settings, folder.about, location, characters=characters)

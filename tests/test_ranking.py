@@ -9,7 +9,7 @@ import pytest
 from eval.metrics import perplexity, text_perplexity
 from eval.report import Report, check_strategies, format_report, policies
 from ralm_jax import ranking
-from ralm_jax.errors import UsageError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import Scores
 
 NAN = float("nan")
@@ -35,6 +35,7 @@ def scores():
         target=target,
         passages=np.array([[7, 8], [3, -1], [-1, -1]]),
         token_ends=np.arange(9),
+        begins=np.array([4, 6, 8]),
         settings={"window": 4, "stride": 2, "k": 2, "dtype": "float32"},
         about={"tokens": 9, "words": 4, "reader": "r", "text": "t", "overlap": 0.25, "overlap_words": 13},
     )
@@ -47,6 +48,28 @@ def test_policies(scores):
     assert ranking.zero_shot(scores, 2).tolist() == [2, 1, 0]  # -4 beats -5
     assert ranking.oracle(scores).tolist() == [1, 1, 0]
     assert ranking.oracle(scores, k=1).tolist() == [1, 1, 0]
+
+
+class TestByAnotherReader:
+    """Zero-shot reranking by a reader whose tokens are others: strides are the same where they begin."""
+
+    def test_its_past_tokens_decide(self, scores):
+        past = scores.past.repeat(2, axis=2)  # twice as many tokens
+        past[0, 1:] = past[0, :0:-1]
+        ranker = dataclasses.replace(scores, past=past, target=scores.target[:, :, :1], token_ends=np.arange(20))
+        assert ranking.zero_shot(scores, 2).tolist() == [2, 1, 0]
+        assert ranking.zero_shot_by(scores, ranker, 4).tolist() == [1, 1, 0]
+        assert ranking.zero_shot_by(scores.first_k(1), ranker, 4).tolist() == [1, 1, 0]
+
+    def test_of_other_strides(self, scores):
+        ranker = dataclasses.replace(scores, begins=np.array([4, 7, 8]))
+        with pytest.raises(RalmError, match="r scored other strides; use `ralm score --strides-of-retrieval`"):
+            ranking.zero_shot_by(scores, ranker)
+
+    def test_of_other_passages(self, scores):
+        ranker = dataclasses.replace(scores, passages=scores.passages[:, ::-1])
+        with pytest.raises(RalmError, match="r scored other passages; use the same RetrievalTable"):
+            ranking.zero_shot_by(scores, ranker)
 
 
 def test_equals_go_to_the_higher_rank(scores):

@@ -11,17 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from eval.lm import score
 from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import PassageTokens, Scorer, chunk_strides, label_log_probs
-from ralm_jax.settings import StrideSettings, WindowSettings
+from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
 from ralm_jax.sharding import make_mesh
 from ralm_jax.text import Text
+from ralm_jax.tokenizer import Tokenizer
 from ralm_jax.windows import make_schedule
+from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, Passages
+from retrieval.query import retrieve
 from retrieval.table import RetrievalTable
 from tests import tiny
 
@@ -322,6 +327,79 @@ def test_a_passage_that_would_fill_the_window_leaves_target_and_past(tmp_path, r
 def test_fewer_passages_than_asked_for_are_told(tmp_path, reader, bare, caplog):
     assert run(tmp_path, reader, bare, k=9).settings["k"] == K
     assert "table has 3 passages a stride; scoring these, not 9" in caplog.text
+
+
+class TestStridesOfAnotherTokenizer:
+    """A reader that cuts the text into " word" scores the strides of one that cuts it into " " and "word"."""
+
+    @pytest.fixture
+    def table(self, tmp_path, bare):
+        text = Text(tiny.text(131), "text.txt")
+        index = build_index([Passage(*row.values()) for row in tiny.passages(30)], str(tmp_path / "index"))
+        settings = {"strides": replace(STRIDES, stride=3), "queries": QuerySettings(k=K)}
+        return retrieve(index, text, bare, str(tmp_path / "retrieval"), **settings), index.passages
+
+    @pytest.fixture
+    def whole_words(self):
+        words = ["?", *tiny.WORDS, *(f" {word}" for word in tiny.WORDS)]
+        made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+        made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r" ?[^ ]+"), "isolated")
+        made.decoder = decoders.Fuse()
+        return Tokenizer(made, (), (), "words")
+
+    def test_every_token_stands_in_the_stride_that_it_ends_in(self, tmp_path, table, whole_words):
+        reader = tiny.reader(replace(tiny.GPT2, vocab_size=256))
+        windows = replace(WINDOWS, past=4)
+        scores = run(tmp_path, reader, whole_words, retrieved=table, windows=windows, strides_of_retrieval=True)
+        retrieval, passages = table
+        text, ids = tiny.text(131), whole_words.encode(tiny.text(131)).tolist()
+        ends = whole_words.encode_with_offsets(text)[1][:, 1]
+        np.testing.assert_array_equal(scores.begins, retrieval.characters[1:, 0])
+        inside = 0
+        for j, (begin, end) in enumerate(retrieval.characters[1:]):
+            mine = np.flatnonzero((ends > begin) & (ends <= end))
+            inside += begin not in ends
+            assert (~np.isnan(scores.target[j, 0])).sum() == len(mine)
+            context = ids[max(0, mine[-1] + 1 - 64) : mine[-1] + 1]
+            passage = whole_words.encode(passages.contents([retrieval.rows[j + 1, 0]])[0]).tolist()
+            logits = np.asarray(reader.logits(np.array([passage + context[len(passage) :]], np.int32)))[0]
+            expected = jax.nn.log_softmax(logits[-len(mine) - 5 : -1])[
+                np.arange(len(mine) + 4), ids[mine[0] - 4 : mine[-1] + 1]
+            ]
+            found = np.concatenate([scores.past[j, 1], scores.target[j, 1]])[: len(mine) + 4]
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert inside > 10  # beginnings that fall between " " and "word"
+
+    def test_it_reranks(self, tmp_path, reader, bare, table, whole_words):
+        own = run(tmp_path, reader, bare, retrieved=table, strides=replace(STRIDES, stride=3), name="own")
+        other = tiny.reader(replace(tiny.GPT2, vocab_size=256))
+        windows = replace(WINDOWS, past=4)
+        ranker = run(
+            tmp_path, other, whole_words, retrieved=table, windows=windows, strides_of_retrieval=True, name="ranker"
+        )
+        chosen = ranking.zero_shot_by(own, ranker, 4)
+        np.testing.assert_array_equal(chosen, 1 + ranker.past[:, 1:].sum(axis=2).argmax(axis=1))
+        assert (chosen != ranking.zero_shot(own, 8)).any()
+
+    def test_the_same_tokenizer_gives_the_same(self, tmp_path, reader, bare, table):
+        settings = {"retrieved": table, "strides": replace(STRIDES, stride=3)}
+        plain = run(tmp_path, reader, bare, name="plain", **settings)
+        aligned = run(tmp_path, reader, bare, name="aligned", strides_of_retrieval=True, **settings)
+        np.testing.assert_allclose(aligned.target[:-1], plain.target[:-1], atol=1e-5)
+        assert plain.about["tokens"] == aligned.about["tokens"]
+        assert plain.about["words"] == aligned.about["words"]
+
+    def test_refusals(self, tmp_path, reader, bare, table, whole_words):
+        text, other = Text(tiny.text(131), "text.txt"), replace(bare, origin="other")
+        with pytest.raises(RalmError, match="tokenizer of tiny, not of words; add --strides-of-retrieval"):
+            table[0].check_text(text, np.zeros(0, np.int32), whole_words)
+        with pytest.raises(UsageError, match="strides of the retrieval: name it with --retrieval"):
+            run(tmp_path, reader, other, retrieved=None, strides_of_retrieval=True)
+        with pytest.raises(RalmError, match="does not say at which characters its strides begin"):
+            run(tmp_path, reader, bare, strides_of_retrieval=True)
+        wide = replace(WINDOWS, past=64)
+        with pytest.raises(UsageError, match="its second stride begins at token 64; use a smaller --past"):
+            run(tmp_path, reader, bare, retrieved=table, windows=wide, strides_of_retrieval=True)
 
 
 class TestNoPassageOnce:

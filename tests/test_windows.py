@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
-from ralm_jax.windows import bucket_length, build_windows, make_schedule
+from ralm_jax.windows import aligned_schedule, bucket_length, build_windows, make_schedule, stride_characters
 
 BOS = 999
 
@@ -43,6 +43,28 @@ def test_every_token_but_the_first_is_scored_once(case):
     for j, (target, end) in enumerate(zip(schedule.targets, schedule.ends, strict=True)):
         scored[max(target, 1) if j == 0 else target : end] += 1
     assert scored.tolist() == [0] + [1] * (length - 1)
+
+
+def test_strides_of_another_tokenizer():
+    """A token that a beginning falls into is predicted; one that an end falls into is left to the next stride."""
+    characters = np.array([[0, 6], [6, 8], [8, 9], [9, 12]])
+    #          ab|cd|efg|h|ijk|l: 'efg' has the boundary at 6 inside, 'ijk' those at 9 and 8 inside or at its start
+    token_ends = np.array([2, 4, 7, 8, 11, 12])
+    schedule = aligned_schedule(characters, token_ends, 3)
+    assert list(zip(schedule.starts, schedule.targets, schedule.ends, strict=True)) == [
+        (0, 0, 2), (1, 2, 4), (1, 4, 4), (3, 4, 6),
+    ]  # fmt: skip
+
+
+@given(cases())
+def test_a_tokenizers_own_strides_are_found_again(case):
+    length, window, stride = case
+    ends = np.cumsum(1 + np.arange(length) % 3)
+    schedule = make_schedule(length, StrideSettings(window, stride))
+    again = aligned_schedule(stride_characters(schedule, ends), ends, window)
+    np.testing.assert_array_equal(again.targets, schedule.targets)
+    np.testing.assert_array_equal(again.ends, schedule.ends)
+    np.testing.assert_array_equal(again.starts, np.maximum(0, schedule.ends - window))
 
 
 def test_limit():
