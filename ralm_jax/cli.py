@@ -38,8 +38,8 @@ class Index:
     """Cut a corpus into passages and index them, for BM25 or as vectors."""
 
     corpus: str
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
-    Hugging Face `datasets` saved."""
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
     out: str
     """Folder for the index."""
     engine: Literal["bm25", "lucene", "dense"] = "bm25"
@@ -96,7 +96,7 @@ class Retrieve:
     index: str
     """Folder that `ralm index` made, any Lucene index, or lucene:NAME for a prebuilt one of Pyserini's."""
     text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
+    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     tokenizer: str
     """The reader whose tokens make the strides: a folder, a .gguf file or a Hugging Face id."""
     out: str
@@ -147,7 +147,7 @@ class Score:
     model: str
     """The reader: a folder, a .gguf file or a Hugging Face id."""
     text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
+    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     out: str
     """Folder or bucket for the ScoreTable."""
     retrieval: str | None = None
@@ -247,10 +247,10 @@ class LM:
     model: str
     """The reader: a folder, a .gguf file or a Hugging Face id."""
     text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
+    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     corpus: str
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
-    Hugging Face `datasets` saved."""
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
     out: str
     """Folder for index, retrieval, scores and report.json."""
     exclude_titles: str | None = None

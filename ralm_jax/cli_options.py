@@ -38,10 +38,12 @@ class RerunOptions:
 class CorpusOptions:
     """How the corpus becomes passages."""
 
-    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "parquet", "arrow", "text"] = "auto"
+    corpus_format: Literal["auto", "pyserini", "beir", "longbench", "scrolls", "dpr", "parquet", "arrow", "text"] = (
+        "auto"
+    )
     """Format of the files; auto goes by their names and first rows."""
     passage_words: int = 100
-    """Running text is cut into passages of so many words."""
+    """Running text is cut into passages of so many words; so are the documents of LongBench and SCROLLS."""
     split_rows: bool = False
     """Cut the rows of the other formats as well; they are passages as they are otherwise."""
     skip_bad_rows: bool = False
