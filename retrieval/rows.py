@@ -24,7 +24,6 @@ COLUMNS = ("id", "_id", "title", "text")  # of Parquet and Arrow files; others (
 
 SCROLLS = {"pid", "input"}  # fields that its rows have, and no others
 HEADER = re.compile(r"\A(Question|Query|Question and Possible Answers):\n")  # in front of ZeroSCROLLS's questions
-OPTIONS = re.compile(r"\A\s*\(A\).*?\(D\).*?\n\n", re.DOTALL)  # between QuALITY's question and document
 
 GAP = re.compile(r"[ \t\r\n,:]*")  # what stands between the elements of a JSON text that is known to be valid
 
@@ -282,8 +281,8 @@ def clean(text: str, where: str) -> str:
 
 
 def split_input(row: dict, where: str) -> tuple[str, str]:
-    """Question and document of a row of SCROLLS: what stands before and after its first blank line, options left out;
-    of ZeroSCROLLS, what its indexes say, where a task without questions has an empty one.
+    """Question and document of a row of SCROLLS: what stands before and after its first blank line, without the
+    options that QuALITY has there; of ZeroSCROLLS, what its indexes say; its tasks without questions have empty ones.
 
     Raises:
         RalmError: there is no blank line, or an index is none.
@@ -295,7 +294,9 @@ def split_input(row: dict, where: str) -> tuple[str, str]:
     question, blank, document = content.partition("\n\n")
     if not blank:
         raise RalmError(f"{where}: input: expected a question, a blank line and a document")
-    return question.strip(), OPTIONS.sub("", document).strip()
+    options, blank, rest = document.lstrip().partition("\n\n")
+    has_options = blank and options.startswith("(A)") and "(D)" in options
+    return question.strip(), (rest if has_options else document).strip()
 
 
 def indexed(row: dict, content: str, part: str, where: str) -> str:

@@ -3,12 +3,15 @@
 import gzip
 import json
 from itertools import product
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ralm_jax.cli_options import CorpusOptions
+from ralm_jax.cli_retrieval import ConvertCorpus
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import read_text
 from retrieval import corpus
@@ -186,6 +189,8 @@ class TestDocuments:
         content = "who?\n\n (A) one\n (B) two\n (C) (A)\n (D) four\n\n\nthe story\n\n(D) of it"
         found = self.cut(tmp_path, SCROLLS | {"input": content})
         assert [text for _, _, text in found] == ["the story", "(D) of", "it"]
+        found = self.cut(tmp_path, SCROLLS | {"input": "who?\n\n(A) one\n\n(D) two"})
+        assert [text for _, _, text in found] == ["(A) one", "(D) two"]
 
     def test_zero_scrolls_goes_by_its_indexes(self, tmp_path):
         row = zero_scrolls("Question:\nwho?", "é😀 two\n\nthree")
@@ -496,6 +501,12 @@ class TestRefusals:
             list(read_corpus(str(tmp_path), passage_words=0))
         with pytest.raises(RalmError, match=r"c\.jsonl: no passages in it"):
             list(read_corpus(write(tmp_path / "c.jsonl", "\n\n")))
+
+
+def test_the_commands_know_every_format():
+    assert get_args(get_type_hints(CorpusOptions)["corpus_format"]) == get_args(corpus.Format)
+    assert get_args(get_type_hints(ConvertCorpus)["to"]) == get_args(corpus.WrittenFormat)
+    assert {"auto", "text", *corpus.ROWS} == set(get_args(corpus.Format))
 
 
 def test_what_passages_depend_on(tmp_path):
