@@ -20,16 +20,18 @@ from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
     CorpusOptions,
     DenseOptions,
+    ExcludeOptions,
     ReaderOptions,
     ReportOptions,
     RerunOptions,
+    TextOptions,
     check_output_file,
-    titles_in,
 )
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, WindowSettings, at_least
+from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
+ONE_OF_CORPUS = create_mutex_group(required=True, title="the corpus")
 ONE_OF_QUERY = create_mutex_group(required=True, title="queries")
 
 
@@ -37,11 +39,15 @@ ONE_OF_QUERY = create_mutex_group(required=True, title="queries")
 class Index:
     """Cut a corpus into passages and index them, for BM25 or as vectors."""
 
-    corpus: str
-    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
-    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
     out: str
     """Folder for the index."""
+    corpus: Annotated[str | None, ONE_OF_CORPUS] = None
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
+    dataset: Annotated[TextDataset | None, ONE_OF_CORPUS] = None
+    """The training split of a data set of the paper, from --data-path or the Hugging Face hub."""
+    data_path: str | None = None
+    """File or folder where --dataset lies. Default: the Hugging Face hub (needs ralm-jax[data])."""
     engine: Literal["bm25", "lucene", "dense"] = "bm25"
     """bm25: by words. lucene: the same by Lucene (needs ralm-jax[lucene] and Java 21 or newer). dense: by vectors of an
     encoder."""
@@ -50,11 +56,11 @@ class Index:
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
-        source = self.passages.describe(self.corpus)
-        passages, count = self.passages.read(self.corpus)
+        passages, count, source = self.passages.open(self.corpus, self.dataset, self.data_path)
+        corpus = self.corpus or self.dataset
         if self.engine == "dense":
             print(f"{self.out}: {self.dense.index(passages, self.out, source, self.rerun.if_exists)}")
-            print(f"{self.corpus}: {count}")
+            print(f"{corpus}: {count}")
             return
         if self.dense != DenseOptions():
             raise UsageError("--encoder and its options are for --engine dense")
@@ -64,7 +70,7 @@ class Index:
         told: dict[str, Any] = {"announce": print} if self.engine == "bm25" else {}
         index = build_index(passages, self.out, source=source, if_exists=self.rerun.if_exists, **told)
         terms = f", {index.about['terms']:,} terms" if "terms" in index.about else ""
-        print(f"{self.corpus}: {count}")
+        print(f"{corpus}: {count}")
         print(f"{self.out}: {index.about['passages']:,} passages{terms}")
 
 
@@ -95,16 +101,14 @@ class Retrieve:
 
     index: str
     """Folder that `ralm index` made, any Lucene index, or lucene:NAME for a prebuilt one of Pyserini's."""
-    text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     tokenizer: str
     """The reader whose tokens make the strides: a folder, a .gguf file or a Hugging Face id."""
     out: str
     """Folder or bucket for the RetrievalTable."""
     export_json: str | None = None
     """Also write the paper's retrieval JSON to this file."""
-    exclude_titles: str | None = None
-    """File with one title a line; passages with these titles are left out."""
+    text: TextOptions = TextOptions()
+    exclude: ExcludeOptions = ExcludeOptions()
     strides: StrideSettings = StrideSettings()
     queries: QuerySettings = QuerySettings()
     dense_search: DenseSearch = "jax"
@@ -112,16 +116,15 @@ class Retrieve:
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
-        from ralm_jax.text import read_text
         from ralm_jax.tokenizer import load_tokenizer
         from retrieval.interchange import export_json
         from retrieval.query import retrieve
         from retrieval.retriever import open_index
 
         check_output_file(self.export_json)
-        excluded = titles_in(self.exclude_titles)
+        text, excluded = self.text.read(), self.exclude.titles(self.text)
         index = open_index(self.index, dense_search=self.dense_search)
-        text, tokenizer = read_text(self.text), load_tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer)
         table = retrieve(
             index,
             text,
@@ -146,8 +149,6 @@ class Score:
 
     model: str
     """The reader: a folder, a .gguf file or a Hugging Face id."""
-    text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     out: str
     """Folder or bucket for the ScoreTable."""
     retrieval: str | None = None
@@ -156,6 +157,7 @@ class Score:
     """The index of the RetrievalTable, if it has been moved."""
     k: int = 16
     """Passages a stride that are scored."""
+    text: TextOptions = TextOptions()
     strides: StrideSettings = StrideSettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
@@ -163,11 +165,10 @@ class Score:
 
     def run(self) -> None:
         from eval.lm import open_retrieved, score
-        from ralm_jax.text import read_text
 
         at_least(0, k=self.k)
         self.windows.passage_limit(self.strides)  # known before anything is loaded
-        batch_size, text = self.reader.windows_a_batch(), read_text(self.text)
+        batch_size, text = self.reader.windows_a_batch(), self.text.read()
         retrieved = open_retrieved(self.retrieval, self.index) if self.retrieval else None
         tokenizer, reader = self.reader.load(self.model)
         scores = score(
@@ -214,8 +215,7 @@ class Search:
     """A jsonl file of rows {"query"}."""
     k: int = 16
     """Passages a query."""
-    exclude_titles: str | None = None
-    """File with one title a line; passages with these titles are left out."""
+    exclude: ExcludeOptions = ExcludeOptions()
     dense_search: DenseSearch = "jax"
     """What searches a dense index; the hits are the same."""
     json: str | None = None
@@ -228,8 +228,9 @@ class Search:
 
         check_output_file(self.json)
         queries = read_queries(self.queries) if self.queries else [self.query or ""]
+        excluded = self.exclude.titles()
         index = open_index(self.index, dense_search=self.dense_search)
-        rows = look_up(index, queries, self.k, titles_in(self.exclude_titles))
+        rows = look_up(index, queries, self.k, excluded)
         if self.json:
             write_text(self.json, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             print(f"{self.json}: {len(rows):,} queries")
@@ -246,15 +247,13 @@ class LM:
 
     model: str
     """The reader: a folder, a .gguf file or a Hugging Face id."""
-    text: str
-    """The text: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
-    corpus: str
-    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
-    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
     out: str
     """Folder for index, retrieval, scores and report.json."""
-    exclude_titles: str | None = None
-    """File with one title a line; passages with these titles are left out."""
+    text: TextOptions = TextOptions()
+    corpus: str | None = None
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved. Default: the --dataset's own training split."""
+    exclude: ExcludeOptions = ExcludeOptions()
     passages: CorpusOptions = CorpusOptions()
     strides: StrideSettings = StrideSettings()
     queries: QuerySettings = QuerySettings()
@@ -265,7 +264,6 @@ class LM:
 
     def run(self) -> None:
         from eval.lm import language_model
-        from ralm_jax.text import read_text
 
         self.windows.passage_limit(self.strides)  # known before anything is loaded
         if "zero-shot" in self.report.names() and self.report.zero_shot_tokens > self.windows.past:
@@ -273,9 +271,8 @@ class LM:
                 f"zero-shot reranking by {self.report.zero_shot_tokens} tokens needs as many past tokens, not "
                 f"{self.windows.past}: raise --past, or lower --zero-shot-tokens"
             )
-        batch_size, text, excluded = self.reader.windows_a_batch(), read_text(self.text), titles_in(self.exclude_titles)
-        source = self.passages.describe(self.corpus)
-        passages, count = self.passages.read(self.corpus)
+        batch_size, text, excluded = self.reader.windows_a_batch(), self.text.read(), self.exclude.titles(self.text)
+        passages, count, source = self.passages.open(self.corpus, self.text.dataset, self.text.data_path)
         tokenizer, reader = self.reader.load(self.model)
         language_model(
             text,
@@ -292,7 +289,7 @@ class LM:
             if_exists=self.rerun.if_exists,
         )
         if count.bad:
-            print(f"{self.corpus}: {count}")
+            print(f"{self.corpus or self.text.dataset}: {count}")
         out = Path(self.out).expanduser()
         self.report.show([str(out / "scores")], str(out / "report.json"))
         print(f"\nIndex, retrieval, scores and report.json are in {self.out}.")

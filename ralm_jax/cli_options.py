@@ -1,6 +1,7 @@
 """Options that several commands share, and what they turn into. As in `cli`, nothing heavy is imported here."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,18 +9,87 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg, create_mutex_group
 
-from ralm_jax.errors import UsageError
-from ralm_jax.settings import IfExists, at_least
+from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import IfExists, Split, TextDataset, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ralm_jax.reader import Reader
+    from ralm_jax.text import Text
     from ralm_jax.tokenizer import Tokenizer
     from retrieval.corpus import Passage
     from retrieval.rows import RowCount
 
+log = logging.getLogger("ralm")
+
+ONE_OF_TEXT = create_mutex_group(required=True, title="the text")
 ONE_OF_RERUN = create_mutex_group(required=False, title="output that is there")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The text that is evaluated."""
+
+    text: Annotated[str | None, ONE_OF_TEXT] = None
+    """A file: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
+    dataset: Annotated[TextDataset | None, ONE_OF_TEXT] = None
+    """A data set of the paper, from --data-path or the Hugging Face hub."""
+    split: Split = "test"
+    """Split of --dataset."""
+    data_path: str | None = None
+    """File or folder where --dataset lies. Default: the Hugging Face hub (needs ralm-jax[data])."""
+    limit_rows: int | None = None
+    """Only the first so many rows of --dataset. Default: all."""
+
+    def read(self) -> "Text":
+        from ralm_jax.text import read_text
+
+        if self.dataset is None:
+            if (self.split, self.data_path, self.limit_rows) != ("test", None, None):
+                raise UsageError("--split, --data-path and --limit-rows are for --dataset")
+            return read_text(self.text or "")
+        from retrieval.datasets import dataset_text
+
+        return dataset_text(self.dataset, self.split, self.data_path, self.limit_rows)
+
+
+@dataclass(frozen=True)
+class ExcludeOptions:
+    """Articles that are left out of the search."""
+
+    exclude_titles: str | None = None
+    """File with one title a line; passages with these titles are left out."""
+    exclude_titles_from: tuple[str, ...] = ()
+    """Texts whose headings ("= Title =" or "# Title") are such titles. Default: WikiText-103's validation and test sets
+    where it is the --dataset, nothing otherwise."""
+
+    def titles(self, text: TextOptions | None = None) -> frozenset[str]:
+        """
+        Raises:
+            UsageError: no such file.
+            RalmError: a file without a title.
+        """
+        from ralm_jax.text import read_text
+        from retrieval.titles import Titles, heading_titles, read_titles
+
+        listed = read_titles(self.exclude_titles) if self.exclude_titles else frozenset()
+        found: list[Titles] = []
+        for path in self.exclude_titles_from:
+            found.append(heading_titles(read_text(path).content))
+            if found[-1] == Titles(frozenset(), ()):
+                raise RalmError(f"{path}: no headings in it, which are lines as '= Title =' or '# Title'")
+        if text and text.dataset and not self.exclude_titles_from:
+            from retrieval.datasets import dataset_titles
+
+            found += [heading_titles(content) for content in dataset_titles(text.dataset, text.split, text.data_path)]
+        unknown = [heading for titles in found for heading in titles.unknown]
+        if unknown:
+            log.warning(
+                "%d headings have <unk> and name no article (%s); name the raw text with --exclude-titles-from",
+                len(unknown), ", ".join(unknown[:3]),
+            )  # fmt: skip
+        return listed.union(*(titles.spellings for titles in found))
 
 
 @dataclass(frozen=True)
@@ -60,16 +130,38 @@ class CorpusOptions:
         )
         return passages, count
 
-    def describe(self, corpus: str) -> dict[str, Any]:
-        from retrieval.corpus import describe_corpus
+    def open(
+        self, corpus: str | None, dataset: TextDataset | None, data_path: str | None
+    ) -> "tuple[Iterator[Passage], RowCount, dict[str, Any]]":
+        """As `read`, of a corpus or, where there is none, of the data set's own; and what they come from.
 
-        return describe_corpus(
-            corpus,
-            self.corpus_format,
-            passage_words=self.passage_words,
-            split_rows=self.split_rows,
-            skip_bad_rows=self.skip_bad_rows,
+        Raises:
+            UsageError: the data set has none.
+        """
+        from retrieval.corpus import describe_corpus
+        from retrieval.datasets import check_own_corpus, dataset_corpus, describe_dataset
+        from retrieval.rows import RowCount
+
+        if corpus is not None:
+            source = describe_corpus(
+                corpus,
+                self.corpus_format,
+                passage_words=self.passage_words,
+                split_rows=self.split_rows,
+                skip_bad_rows=self.skip_bad_rows,
+            )
+            return *self.read(corpus), source
+        if dataset is None:
+            raise UsageError("name the corpus with --corpus, or a --dataset that has its own")
+        if self.corpus_format != "auto" or self.split_rows:
+            raise UsageError("--corpus-format and --split-rows are for --corpus")
+        check_own_corpus(dataset)
+        count = RowCount(self.skip_bad_rows)
+        passages = dataset_corpus(dataset, data_path, passage_words=self.passage_words, count=count)
+        source = describe_dataset(
+            dataset, data_path, passage_words=self.passage_words, skip_bad_rows=self.skip_bad_rows
         )
+        return passages, count, source
 
 
 @dataclass(frozen=True)
@@ -161,12 +253,6 @@ class ReportOptions:
             content = [report.to_json() for report in reports]
             write_text(json_file, json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
         print("\n\n".join(format_report(report) for report in reports))
-
-
-def titles_in(path: str | None) -> frozenset[str]:
-    from retrieval.corpus import read_titles
-
-    return read_titles(path) if path else frozenset()
 
 
 def check_new_file(path: str, overwrite: bool) -> None:

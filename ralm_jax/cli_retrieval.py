@@ -8,12 +8,14 @@ from tyro.conf import Positional, arg, create_mutex_group
 
 from ralm_jax.cli_options import CorpusOptions, check_new_file, check_output_file
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.settings import QuestionDataset, Split
 
 Dialect = Literal[  # the keys of retrieval.results.DIALECTS
     "dpr", "contriever", "pyserini", "longbench", "ralm", "trec", "msmarco", "nq-open", "csv", "flashrag",
     "beir-queries",
 ]  # fmt: skip
 ONE_OF_FOUND = create_mutex_group(required=True, title="what is judged")
+QUESTIONS = create_mutex_group(required=False, title="questions")
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,15 @@ class EvalRetrieval:
     """A file of retrieval results: DPR's, Contriever's, Pyserini's or the paper's, or a TREC or MS MARCO run."""
     index: Annotated[str | None, ONE_OF_FOUND] = None
     """Folder that `ralm index` made; the questions of --data are searched for."""
-    data: str | None = None
+    data: Annotated[str | None, QUESTIONS] = None
     """A file of questions: NQ-open, DPR's JSON or CSV, FlashRAG, CuratedTREC, TriviaQA, LongBench, SCROLLS, BEIR's
     queries. With --results: its answers count, for the same question ids."""
+    dataset: Annotated[QuestionDataset | None, QUESTIONS] = None
+    """The questions of a data set of the paper, from --data-path or the Hugging Face hub."""
+    split: Split = "test"
+    """Split of --dataset."""
+    data_path: str | None = None
+    """File or folder where --dataset lies. Default: the Hugging Face hub (needs ralm-jax[data])."""
     qrels: str | None = None
     """Gold passages: BEIR's TSV, or TREC's."""
     k: Annotated[str, arg(metavar="K,K,…")] = "1,5,20,100"
@@ -39,21 +47,25 @@ class EvalRetrieval:
     def run(self) -> None:
         from eval.retrievers import evaluate, format_recalls, search_questions
         from ralm_jax.text import write_text
+        from retrieval.datasets import dataset_questions
         from retrieval.qa import read_qrels
         from retrieval.results import join_questions, read_questions
         from retrieval.retriever import open_index
 
         check_output_file(self.json)
         ks, gold = self.ks(), read_qrels(self.qrels) if self.qrels else None
+        asked = read_questions(self.data) if self.data else []
+        if self.dataset:
+            asked = dataset_questions(self.dataset, self.split, self.data_path)
         if self.index:
-            if not self.data:
-                raise UsageError("--index needs questions: add --data FILE")
-            questions = search_questions(open_index(self.index), read_questions(self.data), max(ks))
+            if not asked:
+                raise UsageError("--index needs questions: add --data FILE, or --dataset")
+            questions = search_questions(open_index(self.index), asked, max(ks))
         else:
             questions = read_questions(self.results or "")
             if not any(question.found for question in questions):
                 raise RalmError(f"{self.results}: no passages in it, only questions; add them as --data")
-            questions = join_questions(questions, read_questions(self.data)) if self.data else questions
+            questions = join_questions(questions, asked) if asked else questions
         if self.regex:
             questions = [question._replace(regex=True) for question in questions]
         recalls = evaluate(questions, ks, gold)
@@ -61,7 +73,7 @@ class EvalRetrieval:
             report: dict[str, Any] = {
                 "results": self.results,
                 "index": self.index,
-                "data": self.data,
+                "data": self.data or self.dataset,
                 "qrels": self.qrels,
             }
             report |= {recall.kind: recall.to_json() for recall in recalls}

@@ -14,6 +14,9 @@ Exclusion = Literal["inside", "after"]
 IfExists = Literal["refuse", "resume", "overwrite"]
 QueryTokens = Literal["reader", "retriever"]
 DenseSearch = Literal["jax", "faiss"]
+TextDataset = Literal["wikitext-103", "realnews", "arxiv", "stackexchange", "freelaw"]
+QuestionDataset = Literal["nq", "triviaqa"]
+Split = Literal["test", "validation", "train"]
 
 
 def at_least(minimum: int, **values: int | None) -> None:

@@ -181,18 +181,23 @@ def describe_corpus(
     path: str, format: Format, *, passage_words: int, split_rows: bool, skip_bad_rows: bool = False
 ) -> dict[str, Any]:
     """What the passages of `read_corpus` depend on, without reading the files: their names, sizes and times."""
-    digest = sha256()
-    for file, _ in corpus_files(path):
-        state = file.stat() if file.exists() else None
-        digest.update(f"{file}:{state and state.st_size}:{state and state.st_mtime_ns}\n".encode())
     return {
         "corpus": path,
-        "files": digest.hexdigest(),
+        "files": describe_files(file for file, _ in corpus_files(path)),
         "corpus_format": format,
         "passage_words": passage_words,
         "split_rows": split_rows,
         "skip_bad_rows": skip_bad_rows,
     }
+
+
+def describe_files(files: Iterable[Path]) -> str:
+    """A hash of their names, sizes and times."""
+    digest = sha256()
+    for file in files:
+        state = file.stat() if file.exists() else None
+        digest.update(f"{file}:{state and state.st_size}:{state and state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def detect_format(file: Path) -> FileFormat:
@@ -426,11 +431,6 @@ class Passages:
 
 def as_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
     return pa.record_batch([list(column) for column in zip(*passages, strict=True)], SCHEMA)
-
-
-def read_titles(path: str) -> frozenset[str]:
-    """One title a line, as the paper's list of removed articles."""
-    return frozenset(line.strip() for _, line in read_lines(Path(path).expanduser()) if line.strip())
 
 
 def read_queries(path: str) -> list[str]:

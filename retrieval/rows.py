@@ -199,18 +199,23 @@ def named_tsv_rows(file: Path, names: Sequence[str], on_bad: OnBad = refuse) -> 
             yield where, dict(zip(header, row, strict=True))
 
 
-def parquet_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
-    """Place (file: row N) and columns of every row of a Parquet file."""
+def parquet_rows(
+    file: Path, on_bad: OnBad = refuse, *, columns: Sequence[str] | None = COLUMNS
+) -> Iterator[tuple[str, dict]]:
+    """Place (file: row N) and `columns`, all with None, of every row of a Parquet file."""
     import pyarrow.parquet as pq
 
     def batches() -> Iterator[pa.RecordBatch]:
         opened = pq.ParquetFile(file)
-        return opened.iter_batches(columns=[name for name in opened.schema_arrow.names if name in COLUMNS])
+        names = [name for name in opened.schema_arrow.names if columns is None or name in columns]
+        return opened.iter_batches(columns=names)
 
-    yield from batch_rows(file, batches, on_bad)
+    yield from batch_rows(file, batches, on_bad, columns)
 
 
-def arrow_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
+def arrow_rows(
+    file: Path, on_bad: OnBad = refuse, *, columns: Sequence[str] | None = COLUMNS
+) -> Iterator[tuple[str, dict]]:
     """As `parquet_rows`, of an Arrow file, or an Arrow stream such as `datasets` saves."""
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -221,11 +226,11 @@ def arrow_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]
         source.seek(0)
         return iter(pa.ipc.open_stream(source))
 
-    yield from batch_rows(file, batches, on_bad)
+    yield from batch_rows(file, batches, on_bad, columns)
 
 
 def batch_rows(
-    file: Path, batches: Callable[[], Iterator[pa.RecordBatch]], on_bad: OnBad
+    file: Path, batches: Callable[[], Iterator[pa.RecordBatch]], on_bad: OnBad, names: Sequence[str] | None
 ) -> Iterator[tuple[str, dict]]:
     """
     Raises:
@@ -235,7 +240,7 @@ def batch_rows(
     number = 0
     try:
         for batch in batches():
-            columns = [(name, batch[name]) for name in batch.schema.names if name in COLUMNS]
+            columns = [(name, batch[name]) for name in batch.schema.names if names is None or name in names]
             for i in range(batch.num_rows):
                 number += 1
                 where = f"{file}: row {number}"

@@ -21,7 +21,6 @@ from retrieval.corpus import (
     describe_corpus,
     read_corpus,
     read_queries,
-    read_titles,
     write_corpus,
     write_passages,
 )
@@ -535,8 +534,7 @@ class TestPassages:
             Passages.open(tmp_path / "p.arrow")
 
 
-def test_titles_and_queries(tmp_path):
-    assert read_titles(write(tmp_path / "t.txt", "One\n Two \n\n")) == {"One", "Two"}
+def test_queries(tmp_path):
     assert read_queries(write(tmp_path / "q.jsonl", rows({"query": "a"}, {"query": ""}))) == ["a", ""]
     with pytest.raises(RalmError, match=r"q\.jsonl:1: field 'query' is missing"):
         read_queries(write(tmp_path / "q.jsonl", rows({"text": "a"})))
