@@ -42,8 +42,8 @@ class Index:
     out: str
     """Folder for the index."""
     corpus: Annotated[str | None, ONE_OF_CORPUS] = None
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
-    Hugging Face `datasets` saved."""
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved."""
     dataset: Annotated[TextDataset | None, ONE_OF_CORPUS] = None
     """The training split of a data set of the paper, from --data-path or the Hugging Face hub."""
     data_path: str | None = None
@@ -254,8 +254,8 @@ class LM:
     """Folder for index, retrieval, scores and report.json."""
     text: TextOptions = TextOptions()
     corpus: str | None = None
-    """A file, or a folder of files: Pyserini jsonl, BEIR jsonl, DPR TSV or plain text, gzipped or not, Parquet, or what
-    Hugging Face `datasets` saved. Default: the --dataset's own training split."""
+    """A file, or a folder of files: Pyserini, BEIR, LongBench or SCROLLS jsonl, DPR TSV or plain text, compressed
+    (gzip, zstd) or not, Parquet, or what Hugging Face `datasets` saved. Default: the --dataset's own training split."""
     exclude: ExcludeOptions = ExcludeOptions()
     passages: CorpusOptions = CorpusOptions()
     strides: StrideSettings = StrideSettings()

@@ -32,7 +32,7 @@ class TextOptions:
     """The text that is evaluated."""
 
     text: Annotated[str | None, ONE_OF_TEXT] = None
-    """A file: plain, or jsonl rows (strings or {"text"}), gzipped or not."""
+    """A file: plain, or jsonl rows (strings or {"text"}), compressed (gzip, zstd) or not."""
     dataset: Annotated[TextDataset | None, ONE_OF_TEXT] = None
     """A data set of the paper, from --data-path or the Hugging Face hub."""
     split: Split = "test"
@@ -108,10 +108,12 @@ class RerunOptions:
 class CorpusOptions:
     """How the corpus becomes passages."""
 
-    corpus_format: Literal["auto", "pyserini", "beir", "dpr", "parquet", "arrow", "text"] = "auto"
+    corpus_format: Literal["auto", "pyserini", "beir", "longbench", "scrolls", "dpr", "parquet", "arrow", "text"] = (
+        "auto"
+    )
     """Format of the files; auto goes by their names and first rows."""
     passage_words: int = 100
-    """Running text is cut into passages of so many words."""
+    """Running text is cut into passages of so many words; so are the documents of LongBench and SCROLLS."""
     split_rows: bool = False
     """Cut the rows of the other formats as well; they are passages as they are otherwise."""
     skip_bad_rows: bool = False

@@ -10,9 +10,10 @@ from ralm_jax.cli_options import CorpusOptions, check_new_file, check_output_fil
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import QuestionDataset, Split
 
-Dialect = Literal[
-    "dpr", "contriever", "pyserini", "trec", "msmarco", "nq-open", "csv", "flashrag", "beir-queries"
-]  # the keys of retrieval.results.DIALECTS
+Dialect = Literal[  # the keys of retrieval.results.DIALECTS
+    "dpr", "contriever", "pyserini", "longbench", "ralm", "trec", "msmarco", "nq-open", "csv", "flashrag",
+    "beir-queries",
+]  # fmt: skip
 ONE_OF_FOUND = create_mutex_group(required=True, title="what is judged")
 QUESTIONS = create_mutex_group(required=False, title="questions")
 
@@ -22,12 +23,12 @@ class EvalRetrieval:
     """Judge a retriever: how often are the gold passages, or the answers, among the first k?"""
 
     results: Annotated[str | None, ONE_OF_FOUND] = None
-    """A file of retrieval results: DPR's, Contriever's or Pyserini's, or a TREC or MS MARCO run."""
+    """A file of retrieval results: DPR's, Contriever's, Pyserini's or the paper's, or a TREC or MS MARCO run."""
     index: Annotated[str | None, ONE_OF_FOUND] = None
     """Folder that `ralm index` made; the questions of --data are searched for."""
     data: Annotated[str | None, QUESTIONS] = None
-    """A file of questions: NQ-open, DPR's JSON or CSV, FlashRAG, CuratedTREC, BEIR's queries. With --results: its
-    answers count, for the same question ids."""
+    """A file of questions: NQ-open, DPR's JSON or CSV, FlashRAG, CuratedTREC, TriviaQA, LongBench, SCROLLS, BEIR's
+    queries. With --results: its answers count, for the same question ids."""
     dataset: Annotated[QuestionDataset | None, QUESTIONS] = None
     """The questions of a data set of the paper, from --data-path or the Hugging Face hub."""
     split: Split = "test"
@@ -95,13 +96,15 @@ class ConvertRetrieval:
     """Write a file of questions or retrieval results as another program reads it."""
 
     file: Annotated[Positional[str], arg(metavar="IN")]
-    """The file; gzip is fine."""
+    """The file; gzip and zstd are fine."""
     out: str
-    """The file to write; gzipped if its name ends in .gz."""
+    """The file to write; compressed if its name ends in .gz or .zst."""
     to: Dialect
-    """Its dialect; those after msmarco are questions without passages."""
+    """Its dialect; those after msmarco are questions without passages. longbench: what was found is the context. ralm,
+    the paper's retrieval JSON, is only read."""
     from_: Annotated[Literal["auto", Dialect], arg(name="from")] = "auto"
-    """Dialect of IN; auto goes by its first line. The JSON dialects are told apart by their fields."""
+    """Dialect of IN; auto goes by its first line. The JSON dialects, TriviaQA's and SCROLLS's too, are told apart by
+    their fields."""
     questions: str | None = None
     """File that has the questions' texts and answers by id, for a run."""
     corpus: str | None = None
@@ -138,9 +141,10 @@ class ConvertCorpus:
     corpus: Annotated[Positional[str], arg(metavar="CORPUS")]
     """A file, or a folder of files, as for `ralm index`."""
     out: str
-    """The file to write; gzipped if its name ends in .gz."""
-    to: Literal["pyserini", "beir", "dpr"]
-    """pyserini: jsonl {id, contents}. beir: jsonl {_id, title, text}. dpr: TSV with the header id, text, title."""
+    """The file to write; lines are compressed if its name ends in .gz or .zst."""
+    to: Literal["pyserini", "beir", "dpr", "parquet"]
+    """pyserini: jsonl {id, contents}. beir: jsonl {_id, title, text}. dpr: TSV with the header id, text, title.
+    parquet: the columns id, title, text."""
     passages: CorpusOptions = CorpusOptions()
     overwrite: bool = False
     """Replace a file that is there."""

@@ -2,15 +2,18 @@
 
 import gzip
 import hashlib
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ralm_jax.errors import RalmError, UsageError
+
+COMPRESSED = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Text:
 
 
 def read_text(path: str) -> Text:
-    """Reads a text file, or rows from .jsonl, either gzipped or not.
+    """Reads a text file, or rows from .jsonl, either compressed (gzip, zstd) or not.
 
     A row is a string or an object with "text"; rows are joined with nothing between them, and an empty row becomes
     " \\n", as the released code joins a data set.
@@ -115,7 +118,7 @@ def encodable(text: str, where: str) -> str:
 def read_lines(
     path: Path, *, keep_last: bool = False, on_bad: Callable[[RalmError], None] = refuse
 ) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a UTF-8 file, gzipped or not, split on "\\n" only; a byte-order mark is dropped.
+    """Numbered lines of a UTF-8 file, of the name's compression, split on "\\n" only; a byte-order mark is dropped.
 
     Args:
         keep_last: also yield what follows the last newline when that is nothing, so that joining restores the file.
@@ -123,11 +126,11 @@ def read_lines(
 
     Raises:
         UsageError: there is no such file.
-        RalmError: not UTF-8, or a damaged gzip file; the line is named.
+        RalmError: not UTF-8, or a damaged compressed file; the line is named.
     """
     number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_compressed(path) as file:
             ended = True
             for number, raw in enumerate(file, start=1):
                 ended = raw.endswith(b"\n")
@@ -147,6 +150,19 @@ def read_lines(
         raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
 
 
+def open_compressed(path: Path) -> BinaryIO:
+    """The bytes inside a file whose name ends in one of `COMPRESSED`, or of the file itself; several gzip members or
+    zstd frames in a row are one content."""
+    if path.suffix == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]
+    file = path.open("rb")
+    if path.suffix != ".zst":
+        return file
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
 def write_text(path: str, content: str) -> None:
     """Writes a UTF-8 file, whole or not at all: a full disk leaves what was there before.
 
@@ -158,19 +174,27 @@ def write_text(path: str, content: str) -> None:
 
 
 def write_lines(path: str, lines: Iterable[str]) -> int:
-    """Writes lines, each ended by "\\n", as `write_text` does; gzipped if the name ends in .gz. Returns their number.
+    """Writes lines, each ended by "\\n", as `write_text` does; compressed if the name says so. Returns their number.
 
     Raises:
         RalmError: it cannot be written, or a lone surrogate is in a line.
     """
     number = 0
-    with replacing(path) as part, part.open("wb") as raw:
-        # neither name nor time, so that the same lines are the same bytes
-        zipped = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.endswith(".gz") else nullcontext(raw)
-        with zipped as file:
-            for number, line in enumerate(lines, start=1):
-                file.write(encodable(line, f"{path}:{number}").encode() + b"\n")
+    with replacing(path) as part, part.open("wb") as raw, compressing(raw, path) as file:
+        for number, line in enumerate(lines, start=1):
+            file.write(encodable(line, f"{path}:{number}").encode() + b"\n")
     return number
+
+
+def compressing(raw: BinaryIO, path: str) -> Any:
+    """What compresses into `raw`, if the name `path` says so; the same lines are the same bytes."""
+    if path.endswith(".gz"):
+        return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)  # neither name nor time
+    if path.endswith(".zst"):
+        import pyarrow
+
+        return pyarrow.CompressedOutputStream(raw, "zstd")
+    return nullcontext(raw)
 
 
 def json_line(value: Any) -> str:

@@ -6,6 +6,7 @@ Lines are split on "\\n" only, and every refusal names file and line.
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -15,8 +16,19 @@ import pyarrow.compute as pc
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
-from ralm_jax.text import json_line, read_lines, read_object, refuse, write_lines, writing
+from ralm_jax.text import (
+    COMPRESSED,
+    encodable,
+    json_line,
+    read_lines,
+    read_object,
+    refuse,
+    replacing,
+    write_lines,
+    writing,
+)
 from retrieval.rows import (
+    SCROLLS,
     OnBad,
     RowCount,
     arrow_rows,
@@ -25,14 +37,16 @@ from retrieval.rows import (
     json_rows,
     named_tsv_rows,
     parquet_rows,
+    split_input,
     tsv_line,
 )
 
-Format = Literal["auto", "pyserini", "beir", "dpr", "parquet", "arrow", "text"]
-WrittenFormat = Literal["pyserini", "beir", "dpr"]
+FileFormat = Literal["pyserini", "beir", "longbench", "scrolls", "dpr", "parquet", "arrow", "text"]
+Format = Literal["auto", FileFormat]
+WrittenFormat = Literal["pyserini", "beir", "dpr", "parquet"]
 
 HEADING = re.compile(r"\s*(?:#{1,6}\s+(.+?)\s*#*|=+ (.+?) =+)\s*")  # Markdown's and WikiText's
-TEXT_SUFFIXES = re.compile(r"(\.(txt|text|md))?(\.gz)?$")
+TEXT_SUFFIXES = re.compile(r"(\.(txt|text|md))?(\.(gz|zst))?$")
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
 
@@ -64,9 +78,10 @@ def read_corpus(
     """The passages of a file, or of all files of a folder in the order of their names.
 
     Args:
-        format: of the files: "pyserini" jsonl {id, contents}; "beir" jsonl {_id or id, title, text}; "dpr" TSV with
-            the header id, text, title; "parquet" or "arrow" (a `datasets` folder) with the columns id, title, text;
-            "text"; or "auto", by file name and first row.
+        format: of the files: "pyserini" jsonl {id, contents}; "beir" jsonl {_id or id, title, text}; "longbench"
+            {_id, input, context} or "scrolls" {id, pid, input}, whose documents are running text; "dpr" TSV with the
+            header id, text, title; "parquet" or "arrow" (a `datasets` folder) with the columns id, title, text; "text";
+            or "auto", by file name and first row.
         passage_words: running text is cut into passages of so many words that do not overlap.
         split_rows: cut the rows of the other files as well; they are passages as they are otherwise.
         count: counts the rows while they are read, and says whether bad ones are skipped; they are refused otherwise.
@@ -94,7 +109,7 @@ def corpus_passages(
             yield from text_passages(file, name, passage_words, count)
             continue
         for passage in row_passages(file, kind, count):
-            if split_rows:
+            if split_rows or kind in DOCUMENTS:
                 for i, text in enumerate(cut_words(passage.text, passage_words) or [""]):
                     yield Passage(f"{passage.id}-{i}", passage.title, text)
             else:
@@ -102,16 +117,35 @@ def corpus_passages(
 
 
 def row_passages(file: Path, format: Format, count: RowCount) -> Iterator[Passage]:
-    """The passages of a file that has a row for each."""
+    """The passages of a file that has a row for each; a document that stands in several rows comes once.
+
+    Raises:
+        RalmError: a row that is not of the format, or two documents of one id; file and line are named.
+    """
     rows, as_passage = ROWS[format]
+    seen: dict[str, int] = {}
     for where, row in rows(file, count.on_bad):
         try:
             passage = as_passage(row, where)
+            repeated = format in DOCUMENTS and was_seen(passage, seen, where)
         except RalmError as error:
             count.on_bad(error)
             continue
         count.rows += 1
-        yield passage
+        if not repeated:
+            yield passage
+
+
+def was_seen(document: Passage, seen: dict[str, int], where: str) -> bool:
+    """Whether `document` stands in `seen`, where it is noted: SCROLLS has a row for each reference.
+
+    Raises:
+        RalmError: another one of its id does.
+    """
+    before, text = document.id in seen, hash(document.text)
+    if seen.setdefault(document.id, text) != text:
+        raise RalmError(f"{where}: the id {document.id} is that of another document above")
+    return before
 
 
 def corpus_files(path: str) -> list[tuple[Path, str]]:
@@ -166,16 +200,17 @@ def describe_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def detect_format(file: Path) -> Literal["pyserini", "beir", "dpr", "parquet", "arrow", "text"]:
+def detect_format(file: Path) -> FileFormat:
     """By suffix, and for jsonl by the fields of the first row that can be read.
 
     Raises:
         RalmError: a suffix that is not one of running text either.
     """
-    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+    suffix = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
     if suffix == ".jsonl":
         rows = json_rows(file, lambda error: None)  # whoever reads the rows finds out about bad ones
-        return next(("pyserini" if "contents" in row else "beir" for _, row in rows), "beir")
+        row = next((row for _, row in rows), {})
+        return next((format for format, fields in FIELDS.items() if fields <= row.keys()), "beir")
     if suffix in (".json", ".csv"):
         raise RalmError(
             f"{file}: {suffix} is not one of the formats; if it is one by another name, say --corpus-format"
@@ -200,6 +235,20 @@ def columns_passage(row: dict, where: str) -> Passage:
     return Passage(field(row, ["_id", "id"], where), title, field(row, ["text"], where))
 
 
+def longbench_document(row: dict, where: str) -> Passage:
+    """{_id, input, context, …}: the context."""
+    return document(row, field(row, ["context"], where), where)
+
+
+def scrolls_document(row: dict, where: str) -> Passage:
+    """{id, pid, input, output}: what follows the question; of ZeroSCROLLS, what its indexes say."""
+    return document(row, split_input(row, where)[1], where)
+
+
+def document(row: dict, text: str, where: str) -> Passage:
+    return Passage(field(row, ["_id", "id"], where), field(row, ["title"], where, default=""), text)
+
+
 def dpr_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
     """DPR's TSV: header id, text, title (text before title), quoted as CSV, newlines inside quotes allowed."""
     return named_tsv_rows(file, ["id", "text", "title"], on_bad)
@@ -208,10 +257,14 @@ def dpr_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
 ROWS: dict[str, tuple[Callable[[Path, OnBad], Iterator[tuple[str, dict]]], Callable[[dict, str], Passage]]] = {
     "pyserini": (json_rows, pyserini_passage),
     "beir": (json_rows, columns_passage),
+    "longbench": (json_rows, longbench_document),
+    "scrolls": (json_rows, scrolls_document),
     "dpr": (dpr_rows, columns_passage),
     "parquet": (parquet_rows, columns_passage),
     "arrow": (arrow_rows, columns_passage),
 }
+FIELDS: dict[FileFormat, set[str]] = {"pyserini": {"contents"}, "longbench": {"input", "context"}, "scrolls": SCROLLS}
+DOCUMENTS = ("longbench", "scrolls")  # rows of running text, which are always cut
 
 
 def text_passages(file: Path, name: str, words: int, lines: RowCount) -> Iterator[Passage]:
@@ -239,11 +292,14 @@ def cut_words(text: str, words: int) -> list[str]:
 
 
 def write_corpus(passages: Iterable[Passage], path: str, format: WrittenFormat) -> int:
-    """Writes `passages` as a file that `read_corpus` reads back, gzipped if its name ends in .gz; returns their number.
+    """Writes `passages` as a file that `read_corpus` reads back, whole or not at all; returns their number. Lines are
+    compressed if the name ends in .gz or .zst.
 
     Raises:
         RalmError: it cannot be written, or a title of more than one line in the format "pyserini".
     """
+    if format == "parquet":
+        return write_parquet(passages, path)
     lines = {"pyserini": pyserini_lines, "beir": beir_lines, "dpr": dpr_lines}[format](passages)
     return write_lines(path, lines) - (format == "dpr")
 
@@ -275,6 +331,26 @@ def dpr_lines(passages: Iterable[Passage]) -> Iterator[str]:
         yield tsv_line([passage.id, passage.text, passage.title])
 
 
+def write_parquet(passages: Iterable[Passage], path: str) -> int:
+    """As `write_corpus`, with a row group every `BATCH_ROWS` passages."""
+    import pyarrow.parquet as pq
+
+    count = 0
+    with replacing(path) as part, part.open("wb") as raw, pq.ParquetWriter(raw, SCHEMA) as writer:
+        for batch in batches(passages):
+            for passage in batch:
+                encodable("".join(passage), f"{path}: passage {passage.id!r}")
+            writer.write_batch(as_batch(batch))
+            count += len(batch)
+    return count
+
+
+def batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
+    passages = iter(passages)
+    while batch := list(islice(passages, BATCH_ROWS)):
+        yield batch
+
+
 # --- the passages of an index ---
 
 
@@ -285,15 +361,9 @@ def write_passages(passages: Iterable[Passage], path: Path) -> Iterator[Passage]
         RalmError: it cannot be written.
     """
     with writing(path), pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        batch: list[Passage] = []
-        for passage in passages:
-            batch.append(passage)
-            if len(batch) == BATCH_ROWS:
-                writer.write_batch(as_batch(batch))
-                batch = []
-            yield passage
-        if batch:
+        for batch in batches(passages):
             writer.write_batch(as_batch(batch))
+            yield from batch
 
 
 class PassageRows(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.settings import Split, at_least
-from ralm_jax.text import Text, read_rows, read_text, row_text
+from ralm_jax.text import COMPRESSED, Text, read_rows, read_text, row_text
 from retrieval.corpus import Passage, cut_words, describe_files
 from retrieval.qa import Question, json_question
 from retrieval.results import read_questions
@@ -212,7 +212,7 @@ def foreign(row: Any, dataset: Dataset, split: Split) -> str | None:
 
 
 def file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    suffix = file.with_suffix("").suffix if file.suffix in (".gz", ".zst") else file.suffix
+    suffix = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
     if suffix in (".parquet", ".arrow"):
         return (parquet_rows if suffix == ".parquet" else arrow_rows)(file, columns=None)
     return read_rows(file) if suffix == ".jsonl" else iter([(str(file), read_text(str(file)).content)])

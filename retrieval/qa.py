@@ -16,9 +16,14 @@ import regex
 
 from ralm_jax.errors import RalmError
 from ralm_jax.text import json_line, read_lines
-from retrieval.rows import clean, field, tsv_line, tsv_rows
+from retrieval.rows import SCROLLS, clean, field, split_input, tsv_line, tsv_rows
 
-ANSWER_FIELDS = ("answers", "answer", "golden_answers", "answer_regex")  # DPR, NQ-open, FlashRAG, CuratedTREC
+ID_FIELDS = ("id", "_id", "qid", "question_id", "QuestionId")
+TEXT_FIELDS = ("question", "text", "input", "query", "Question")  # LongBench's input, the paper's query
+ANSWER_FIELDS = (  # DPR, NQ-open, FlashRAG, CuratedTREC, TriviaQA, SCROLLS
+    "answers", "answer", "golden_answers", "answer_regex", "Answer", "output", "outputs",
+)  # fmt: skip
+LONGBENCH_FIELDS = ("dataset", "language", "all_classes")
 TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")  # DPR's SimpleTokenizer
 LIMIT = "\x1f"  # between tokens, none of which holds it
 
@@ -45,6 +50,7 @@ class Question(NamedTuple):
         id: its own, or its place in the file, from 0, which is how Pyserini numbers questions without one.
         text: empty where the file names questions without their text.
         regex: the answers are regular expressions (CuratedTREC).
+        kept: what only LongBench says of a question, to be written there again: `LONGBENCH_FIELDS` and their values.
     """
 
     id: str
@@ -52,6 +58,7 @@ class Question(NamedTuple):
     answers: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
     regex: bool = False
+    kept: tuple[tuple[str, Any], ...] = ()
 
 
 # --- read ---
@@ -64,18 +71,27 @@ def json_question(entry: dict, where: str, id: str) -> Question:
         RalmError: it has no text, or answers that are not text.
     """
     return Question(
-        field(entry, ["id", "_id", "qid"], where, default=id),
-        field(entry, ["question", "text"], where),
+        field(entry, ID_FIELDS, where, default=id),
+        split_input(entry, where)[0] if entry.keys() >= SCROLLS else field(entry, TEXT_FIELDS, where),
         json_answers(entry, where),
         regex="answer_regex" in entry,
+        kept=tuple((name, entry[name]) for name in LONGBENCH_FIELDS if name in entry and "context" in entry),
     )
 
 
 def json_answers(entry: dict, where: str) -> tuple[str, ...]:
     for name in ANSWER_FIELDS:
-        if entry.get(name) is not None:
-            return texts(entry[name], name, where)
+        value = entry.get(name)
+        if value is not None:
+            return aliases(value, where) if isinstance(value, dict) else texts(value, name, where)
     return ()
+
+
+def aliases(answer: dict, where: str) -> tuple[str, ...]:
+    """TriviaQA's: the value, which the aliases often lack, and they; none where Hugging Face has the value <unk>."""
+    value = field(answer, ["value", "Value"], where)
+    listed = answer.get("aliases", answer.get("Aliases", []))
+    return tuple(dict.fromkeys((value, *texts(listed, "aliases", where)))) if value != "<unk>" else ()
 
 
 def texts(value: Any, name: str, where: str) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """Questions and what was found for them, in other programs' files; `DIALECTS` is the table of all."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import json_line, read_lines, write_lines
 from retrieval.corpus import Passage, join_contents, split_contents
 from retrieval.qa import (
@@ -21,7 +22,9 @@ from retrieval.qa import (
     read_csv,
     split_fields,
 )
-from retrieval.rows import field, json_entries
+from retrieval.rows import SCROLLS, field, json_entries
+
+LISTS = ("ctxs", "contexts", "retrieved_docs")  # of passages: DPR's and Contriever's, Pyserini's, the paper's
 
 # --- read ---
 
@@ -29,24 +32,57 @@ from retrieval.rows import field, json_entries
 def read_json(file: Path) -> Iterator[Question]:
     """Every JSON dialect: the fields say which. A list, an object by question id, or jsonl.
 
+    SCROLLS has a row for each reference: those of one id are one question. The paper's file has no ids: passages of the
+    same title and text get the same number. Its strides without query and passages are left out.
+
     Raises:
         RalmError: not JSON, or a field is missing or of a wrong kind; file and line are named.
     """
+    questions: dict[str | int, Question] = {}
+    numbers: dict[tuple, str] = {}
     for number, (where, key, entry) in enumerate(json_entries(file)):
         question = json_question(entry, where, str(number) if key is None else key)
-        listed = entry.get("ctxs", entry.get("contexts", []))
+        name = next((name for name in LISTS if name in entry), "")
+        listed = entry.get(name, [])
         if not isinstance(listed, list):
-            raise RalmError(f"{where}: {'ctxs' if 'ctxs' in entry else 'contexts'}: expected a list")
-        found = (json_found(context, f"{where}: passage {rank}", rank) for rank, context in enumerate(listed, start=1))
-        yield question._replace(found=tuple(found))
+            raise RalmError(f"{where}: {name}: expected a list")
+        papers = name == "retrieved_docs"
+        if papers and not (listed or question.text):
+            continue
+        ranks = enumerate(listed, start=1)
+        found = [json_found(context, f"{where}: passage {rank}", rank, joined=papers) for rank, context in ranks]
+        question = question._replace(found=tuple(numbered(found, numbers) if papers else found))
+        place = question.id if entry.keys() >= SCROLLS else number
+        questions[place] = join_answers(questions[place], question, where) if place in questions else question
+    yield from questions.values()
 
 
-def json_found(context: Any, where: str, rank: int) -> Found:
-    """A passage of DPR's and Contriever's ctxs, or of Pyserini's contexts, whose text is "title\\ntext"."""
+def join_answers(question: Question, other: Question, where: str) -> Question:
+    """`question` with the answers of both.
+
+    Raises:
+        RalmError: the other one is not the same question.
+    """
+    if question.text != other.text:
+        raise RalmError(f"{where}: the id {other.id} is that of another question above")
+    return question._replace(answers=tuple(dict.fromkeys(question.answers + other.answers)))
+
+
+def numbered(found: Iterable[Found], numbers: dict[tuple, str]) -> Iterator[Found]:
+    """`found` with `numbers` by title and text, which are added to, for ids; what comes again has another one."""
+    times: Counter[tuple] = Counter()
+    for passage in found:
+        contents = passage.title, passage.text
+        times[contents] += 1
+        yield passage._replace(id=numbers.setdefault((*contents, times[contents]), str(len(numbers))))
+
+
+def json_found(context: Any, where: str, rank: int, *, joined: bool = False) -> Found:
+    """A passage of `LISTS`. Without title, the text of Pyserini's, or if `joined`, is "title\\ntext"."""
     id = field(context, ["id", "docid"], where, default="")
     title = field(context, ["title"], where, default="")
     text = None if context.get("text") is None else field(context, ["text"], where)
-    if text is not None and "docid" in context and "title" not in context:
+    if text is not None and (joined or "docid" in context) and "title" not in context:
         title, text = split_contents(text)
     label = context.get("has_answer", context.get("hasanswer"))
     if label is not None and not isinstance(label, bool):
@@ -123,15 +159,32 @@ def dpr_entry(question: Question, number: int, label: str) -> dict[str, Any]:
     Raises:
         RalmError: question or passage has no text.
     """
-    for passage in question.found:
-        if passage.text is None:
-            raise RalmError(f"passage {passage.id} of question {question.id} has no text; --corpus FILE adds it")
     contexts = (
-        {"id": p.id, "title": p.title, "text": p.text, "score": p.score} | known(label, p.has_answer)
+        passage_with_text(p, question)._asdict() | {"score": p.score} | known(label, p.has_answer)
         for p in question.found
     )
     entry = own_id("id", question, number) | {"question": with_text(question), "answers": list(question.answers)}
     return entry | {"ctxs": list(contexts)}
+
+
+def longbench_lines(questions: Iterable[Question]) -> Iterator[str]:
+    """The context is what was found, best first; its length is in words."""
+    for question in with_passages(questions):
+        context = "\n\n".join(passage_with_text(passage, question).contents for passage in question.found)
+        entry: dict[str, Any] = {"input": with_text(question), "context": context, "answers": list(question.answers)}
+        entry |= {"length": len(context.split()), "dataset": "", "language": "en", "all_classes": None}
+        yield json_line(entry | dict(question.kept) | {"_id": question.id})
+
+
+def ralm_lines(questions: Iterable[Question]) -> Iterator[str]:
+    """
+    Raises:
+        UsageError: always: other files do not know where in a text the strides are.
+    """
+    raise UsageError(
+        "--to ralm: the paper's file has an entry a stride, with its place in a text's tokens, which questions do not "
+        "have; ralm retrieve --export-json writes it"
+    )
 
 
 def pyserini_lines(questions: Iterable[Question]) -> Iterator[str]:
@@ -167,6 +220,16 @@ def known(name: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {name: value}
 
 
+def passage_with_text(found: Found, question: Question) -> Passage:
+    """
+    Raises:
+        RalmError: it has no text.
+    """
+    if found.text is None:
+        raise RalmError(f"passage {found.id} of question {question.id} has no text; --corpus FILE adds it")
+    return Passage(found.id, found.title, found.text)
+
+
 def with_text(question: Question) -> str:
     """
     Raises:
@@ -187,7 +250,7 @@ def with_passages(questions: Iterable[Question]) -> Iterator[Question]:
         some = some or bool(question.found)
         yield question
     if not some:
-        raise RalmError("the questions have no passages, which a run consists of")
+        raise RalmError("the questions have no passages to write")
 
 
 def word(id: str) -> str:
@@ -214,6 +277,8 @@ DIALECTS = {
     "dpr": Dialect(read_json, dpr_lines),
     "contriever": Dialect(read_json, contriever_lines),
     "pyserini": Dialect(read_json, pyserini_lines),
+    "longbench": Dialect(read_json, longbench_lines),
+    "ralm": Dialect(read_json, ralm_lines),
     "trec": Dialect(read_trec, trec_lines),
     "msmarco": Dialect(read_msmarco, msmarco_lines),
     "nq-open": Dialect(read_json, nq_lines),
@@ -275,7 +340,7 @@ def detect(file: Path) -> Callable[[Path], Iterator[Question]]:
 
 
 def write_questions(path: str, questions: Iterable[Question], dialect: str) -> None:
-    """Writes a file of `dialect`, a name of `DIALECTS`, gzipped if its name ends in .gz.
+    """Writes a file of `dialect`, a name of `DIALECTS`, compressed if its name ends in .gz or .zst.
 
     Raises:
         RalmError: it cannot be written, or the dialect needs what is not there: texts, or passages.

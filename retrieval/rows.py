@@ -22,6 +22,9 @@ OnBad = Callable[[RalmError], None]
 
 COLUMNS = ("id", "_id", "title", "text")  # of Parquet and Arrow files; others (embeddings, say) are not read
 
+SCROLLS = {"pid", "input"}  # fields that its rows have, and no others
+HEADER = re.compile(r"\A(Question|Query|Question and Possible Answers):\n")  # in front of ZeroSCROLLS's questions
+
 GAP = re.compile(r"[ \t\r\n,:]*")  # what stands between the elements of a JSON text that is known to be valid
 
 
@@ -65,7 +68,8 @@ def json_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
 
 
 def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
-    """Place (file:line), key and object of every entry: of a list, of an object of objects by key, or of jsonl.
+    """Place (file:line), key and object of every entry: of a list, by itself or as TriviaQA's "Data", of an object of
+    objects by key, or of jsonl.
 
     Only an object of objects has keys. A list or an object is read whole; jsonl is streamed.
 
@@ -75,7 +79,7 @@ def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
     """
     head = list(islice((line for _, line in read_lines(file) if line.strip()), 2))
     first = parsed(head[0]) if head else {}
-    if isinstance(first, dict) and (len(head) != 1 or not is_keyed(first)):
+    if isinstance(first, dict) and (len(head) != 1 or entries_of(first) is None):
         yield from ((where, None, row) for where, row in json_rows(file))
         return
     content = "\n".join(line for _, line in read_lines(file, keep_last=True))
@@ -84,12 +88,13 @@ def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise RalmError(f"{file}:{line}: not JSON ({error})") from None
-    keyed = is_keyed(whole)
-    if not keyed and not isinstance(whole, list):
+    entries = entries_of(whole)
+    if entries is None:
         raise RalmError(f"{file}:1: expected a list of objects, an object of objects, or an object a line")
-    count, decode = len(whole), json.JSONDecoder().raw_decode
-    del whole
-    key, line, passed, position = None, 1, 0, content.index("{" if keyed else "[") + 1
+    keyed, count, decode = isinstance(entries, dict), len(entries), json.JSONDecoder().raw_decode
+    start = skip_gap(content, 0) if keyed or entries is whole else start_of("Data", content)
+    del whole, entries
+    key, line, passed, position = None, 1, 0, start + 1
     for _ in range(count):
         if keyed:
             key, position = decode(content, skip_gap(content, position))
@@ -111,9 +116,23 @@ def parsed(line: str) -> Any:
         return None
 
 
-def is_keyed(value: Any) -> bool:
-    """Whether `value` is an object of objects."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(inner, dict) for inner in value.values())
+def entries_of(value: Any) -> list | dict | None:
+    """A list, by itself or as TriviaQA's "Data", or an object of objects; None if `value` is none of these."""
+    if isinstance(value, dict) and isinstance(value.get("Data"), list):
+        return value["Data"]
+    keyed = isinstance(value, dict) and bool(value) and all(isinstance(inner, dict) for inner in value.values())
+    return value if keyed or isinstance(value, list) else None
+
+
+def start_of(name: str, content: str) -> int:
+    """Where the value of the key `name`, which is there, starts in the JSON text of an object."""
+    decode, position = json.JSONDecoder().raw_decode, content.index("{") + 1
+    while True:
+        key, position = decode(content, skip_gap(content, position))
+        start = skip_gap(content, position)
+        if key == name:
+            return start
+        _, position = decode(content, start)
 
 
 def skip_gap(content: str, position: int) -> int:
@@ -264,3 +283,35 @@ def clean(text: str, where: str) -> str:
         RalmError: a lone surrogate is in it.
     """
     return encodable(text, where).replace("\0", " ")
+
+
+def split_input(row: dict, where: str) -> tuple[str, str]:
+    """Question and document of a row of SCROLLS: what stands before and after its first blank line, without the
+    options that QuALITY has there; of ZeroSCROLLS, what its indexes say; its tasks without questions have empty ones.
+
+    Raises:
+        RalmError: there is no blank line, or an index is none.
+    """
+    content = field(row, ["input"], where)
+    if row.get("document_start_index") is not None:
+        question, document = (indexed(row, content, part, where) for part in ("query", "document"))
+        return HEADER.sub("", question.strip()), document.strip()
+    question, blank, document = content.partition("\n\n")
+    if not blank:
+        raise RalmError(f"{where}: input: expected a question, a blank line and a document")
+    options, blank, rest = document.lstrip().partition("\n\n")
+    has_options = blank and options.startswith("(A)") and "(D)" in options
+    return question.strip(), (rest if has_options else document).strip()
+
+
+def indexed(row: dict, content: str, part: str, where: str) -> str:
+    """
+    Raises:
+        RalmError: the row's start and end of `part` are not places in `content`.
+    """
+    start, end = row.get(f"{part}_start_index"), row.get(f"{part}_end_index")
+    if start == end:  # both may be missing
+        return ""
+    if not (type(start) is type(end) is int and 0 <= start < end <= len(content)):
+        raise RalmError(f"{where}: {part} from {start} to {end}: not a part of the input, of {len(content)} characters")
+    return content[start:end]

@@ -2,14 +2,19 @@
 
 import gzip
 import json
+from itertools import product
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ralm_jax.cli_options import CorpusOptions
+from ralm_jax.cli_retrieval import ConvertCorpus
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.text import read_text
+from retrieval import corpus
 from retrieval.corpus import (
     Passage,
     Passages,
@@ -23,9 +28,13 @@ from retrieval.rows import RowCount
 from tests import tiny
 
 
+def zstd(data):
+    return pa.Codec("zstd").compress(data, asbytes=True)
+
+
 def write(path, content):
     data = content if isinstance(content, bytes) else content.encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes({".gz": gzip.compress, ".zst": zstd}.get(path.suffix, bytes)(data))
     return str(path)
 
 
@@ -88,9 +97,11 @@ class TestFormats:
         write(tmp_path / "b.txt", "second")
         write(tmp_path / "a.jsonl.gz", rows({"_id": "1", "text": "first"}))
         write(tmp_path / "sub" / "c.txt.gz", "third")
+        write(tmp_path / "sub" / "d.md.zst", "fourth")
+        write(tmp_path / "sub" / "e.tsv.zst", "id\ttext\ttitle\n1\tfifth\tT\n")
         found = list(read_corpus(str(tmp_path)))
-        assert [p.text for p in found] == ["first", "second", "third"]
-        assert found[2].id == "sub/c-0"
+        assert [p.text for p in found] == ["first", "second", "third", "fourth", "fifth"]
+        assert [p.id for p in found[2:]] == ["sub/c-0", "sub/d-0", "1"]
 
     def test_names_of_files_keep_their_dots(self, tmp_path):
         (tmp_path / "v1.0").mkdir()
@@ -117,7 +128,7 @@ class TestFormats:
         path = write(tmp_path / "psgs_w100", DPR)
         assert len(list(read_corpus(path, "dpr"))) == 2
 
-    @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
+    @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst"])
     def test_bytes_that_need_care(self, tmp_path, name):
         """A byte-order mark, CRLF, U+2028 and a NUL are handled; only "\\n" ends a line."""
         content = (
@@ -131,6 +142,91 @@ class TestFormats:
         passages = Passages.of(list(read_corpus(path)))
         assert passages.titled(frozenset(["Weird Al"])).tolist() == [True]
         assert passages.titled(frozenset(["Weird"])).tolist() == [False]
+
+
+LONGBENCH = {
+    "input": "who?", "context": "one two\n\nthree\nfour five", "answers": ["a"], "length": 5, "dataset": "qasper",
+    "language": "en", "all_classes": None, "_id": "b7",
+}  # fmt: skip
+SCROLLS = {"id": "q1", "pid": "q1_0", "input": "who is\nit?\n\none two\n\nthree", "output": "a"}
+
+
+def zero_scrolls(question, document="one two three", **changes):
+    """A row as ZeroSCROLLS has it: an instruction, the document, the question, and where they stand."""
+    start = len("Read it.\n\nArticle:\n")
+    content = f"Read it.\n\nArticle:\n{document}\n\n{question}\n\nAnswer:\n"
+    ends = start + len(document), start + len(document) + 2 + len(question)
+    row = {"id": "z", "pid": "z", "input": content, "output": None, "truncation_seperator": "... [omitted]\n\n"}
+    row |= {"document_start_index": start, "document_end_index": ends[0]}
+    return row | {"query_start_index": ends[0] + 2, "query_end_index": ends[1]} | changes
+
+
+class TestDocuments:
+    """LongBench and SCROLLS: what a question is about is running text, cut into passages."""
+
+    def cut(self, tmp_path, *objects, format="auto"):
+        path = write(tmp_path / "c.jsonl", rows(*objects))
+        return [tuple(p) for p in read_corpus(path, format, passage_words=2)]
+
+    def test_longbench(self, tmp_path):
+        expected = [("b7-0", "", "one two"), ("b7-1", "", "three four"), ("b7-2", "", "five")]
+        assert self.cut(tmp_path, LONGBENCH) == self.cut(tmp_path, LONGBENCH, format="longbench") == expected
+        assert self.cut(tmp_path, LONGBENCH | {"context": "", "title": "T"}) == [("b7-0", "T", "")]
+
+    def test_scrolls(self, tmp_path):
+        expected = [("q1-0", "", "one two"), ("q1-1", "", "three")]
+        assert self.cut(tmp_path, SCROLLS) == self.cut(tmp_path, SCROLLS, format="scrolls") == expected
+
+    def test_a_row_for_each_reference_is_one_document(self, tmp_path):
+        other = SCROLLS | {"id": "q2", "input": "and?\n\none"}
+        found = self.cut(tmp_path, SCROLLS, other, SCROLLS | {"pid": "q1_1", "output": "b"})
+        assert [id for id, _, _ in found] == ["q1-0", "q1-1", "q2-0"]
+        with pytest.raises(RalmError, match=r"c\.jsonl:2: the id q1 is that of another document above"):
+            self.cut(tmp_path, SCROLLS, other | {"id": "q1"})
+
+    def test_options_are_not_of_the_document(self, tmp_path):
+        content = "who?\n\n (A) one\n (B) two\n (C) (A)\n (D) four\n\n\nthe story\n\n(D) of it"
+        found = self.cut(tmp_path, SCROLLS | {"input": content})
+        assert [text for _, _, text in found] == ["the story", "(D) of", "it"]
+        found = self.cut(tmp_path, SCROLLS | {"input": "who?\n\n(A) one\n\n(D) two"})
+        assert [text for _, _, text in found] == ["(A) one", "(D) two"]
+
+    def test_zero_scrolls_goes_by_its_indexes(self, tmp_path):
+        row = zero_scrolls("Question:\nwho?", "é😀 two\n\nthree")
+        assert self.cut(tmp_path, row) == [("z-0", "", "é😀 two"), ("z-1", "", "three")]
+        as_in_scrolls = SCROLLS | {"document_start_index": None, "document_end_index": None}
+        assert self.cut(tmp_path, as_in_scrolls) == self.cut(tmp_path, SCROLLS)
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            (SCROLLS | {"input": "no question"}, "expected a question, a blank line and a document"),
+            (SCROLLS | {"input": None}, "field 'input' is missing"),
+            (zero_scrolls("q", document_end_index=10**4), r"document from 19 to 10000: not a part of the input, of 4"),
+            (zero_scrolls("q", document_end_index="30"), "document from 19 to 30: not a part of the input"),
+            (zero_scrolls("q", document_start_index=-1), "document from -1 to 32: not a part of the input"),
+            (zero_scrolls("q", query_end_index=None), "query from 34 to None: not a part of the input"),
+            (LONGBENCH | {"context": ["a"]}, "field 'context' is list, expected a string"),
+        ],
+    )
+    def test_refusals(self, tmp_path, row, message):
+        with pytest.raises(RalmError, match=rf"c\.jsonl:1: .*{message}"):
+            self.cut(tmp_path, row)
+        count = RowCount(skip_bad=True)
+        path = write(tmp_path / "c.jsonl", rows(row, SCROLLS if "pid" in row else LONGBENCH))
+        assert list(read_corpus(path, count=count))
+        assert (count.rows, count.bad) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "multifieldqa_en", "narrativeqa", "qmsum", "samsum", "trec"])
+def test_real_documents(shared, name):
+    path = shared / f"data/longbench/{name}.jsonl.gz"
+    made = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    passages = list(read_corpus(str(path), passage_words=300))
+    for row in made:
+        texts = [p.text for p in passages if p.id.rpartition("-")[0] == row["_id"]]
+        assert " ".join(texts).split() == row["context"].split()
+        assert {len(text.split()) for text in texts[:-1]} <= {300}
 
 
 COLUMNS = {"id": ["a", "b"], "title": ["T", None], "text": ["one", "two\nlines"]}
@@ -236,7 +332,7 @@ ODDITIES = {
 
 
 class TestRoundTrips:
-    @pytest.mark.parametrize("name", ["out", "out.gz"])
+    @pytest.mark.parametrize("name", ["out", "out.gz", "out.zst"])
     @pytest.mark.parametrize("format", ["dpr", "beir", "pyserini"])
     @pytest.mark.parametrize("oddity", ODDITIES)
     def test_every_oddity(self, tmp_path, format, oddity, name):
@@ -250,6 +346,26 @@ class TestRoundTrips:
         assert list(read_corpus(path, format)) == made
         write_corpus(read_corpus(path, format), path + ".again" + name[3:], format)
         assert (tmp_path / name).read_bytes() == (tmp_path / f"{name}.again{name[3:]}").read_bytes()
+
+    def test_parquet(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(corpus, "BATCH_ROWS", 5)
+        made = [Passage(str(i), title, text) for i, (title, text) in enumerate(product(ODDITIES.values(), repeat=2))]
+        path = str(tmp_path / "out.parquet")
+        assert write_corpus(iter(made), path, "parquet") == len(made)
+        assert list(read_corpus(path)) == made
+        written = pq.ParquetFile(path)
+        assert written.schema_arrow.names == ["id", "title", "text"]
+        assert written.num_row_groups == -(-len(made) // 5)
+
+    def test_parquet_is_whole_or_not_there(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(corpus, "BATCH_ROWS", 1)
+        write_corpus([Passage("1", "", "a")], str(tmp_path / "out"), "parquet")
+        with pytest.raises(RalmError, match=r"out: passage '2': a lone surrogate"):
+            write_corpus([Passage("1", "", "b"), Passage("2", "\ud800", "")], str(tmp_path / "out"), "parquet")
+        with pytest.raises(RalmError, match=r"/dev/full: cannot be written"):
+            write_corpus([Passage("1", "", tiny.text(9999))] * 9, "/dev/full", "parquet")
+        assert list(read_corpus(str(tmp_path / "out"), "parquet")) == [Passage("1", "", "a")]
+        assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
     @pytest.mark.parametrize("format", ["beir", "pyserini"])
     def test_a_line_is_one_line_to_every_program(self, tmp_path, format):
@@ -358,7 +474,18 @@ class TestRefusals:
         with pytest.raises(RalmError, match=r"c\.jsonl\.gz:\d+: (cannot be read|not UTF-8|not JSON)"):
             list(read_corpus(str(path)))
 
-    @pytest.mark.parametrize("name", ["c.json", "c.csv", "c.csv.gz"])
+    @pytest.mark.parametrize(
+        "damage",
+        [lambda b: b[:-20], lambda b: b[:20] + b"\xff" * 30 + b[50:], lambda b: b"x" + b, lambda b: b + b"rest"],
+    )
+    def test_a_damaged_zstd_file(self, tmp_path, damage):
+        path = tmp_path / "c.jsonl.zst"
+        content = "".join(rows({"_id": str(i), "text": tiny.text(50, i)}) for i in range(50))
+        path.write_bytes(damage(zstd(content.encode())))
+        with pytest.raises(RalmError, match=r"c\.jsonl\.zst:\d+: cannot be read \([^\n]+\)$"):
+            list(read_corpus(str(path), "beir"))
+
+    @pytest.mark.parametrize("name", ["c.json", "c.csv", "c.csv.gz", "c.csv.zst"])
     def test_formats_that_are_not_known(self, tmp_path, name):
         with pytest.raises(RalmError, match="is not one of the formats"):
             list(read_corpus(write(tmp_path / name, "[1]")))
@@ -373,6 +500,12 @@ class TestRefusals:
             list(read_corpus(str(tmp_path), passage_words=0))
         with pytest.raises(RalmError, match=r"c\.jsonl: no passages in it"):
             list(read_corpus(write(tmp_path / "c.jsonl", "\n\n")))
+
+
+def test_the_commands_know_every_format():
+    assert get_args(get_type_hints(CorpusOptions)["corpus_format"]) == get_args(corpus.Format)
+    assert get_args(get_type_hints(ConvertCorpus)["to"]) == get_args(corpus.WrittenFormat)
+    assert {"auto", "text", *corpus.ROWS} == set(get_args(corpus.Format))
 
 
 def test_what_passages_depend_on(tmp_path):
@@ -424,6 +557,20 @@ class TestText:
     @pytest.mark.parametrize("content", ["one line", "two\nlines\n", "\nblank first", "a\u2028b\n\n"])
     def test_plain_text_comes_as_it_is(self, tmp_path, content):
         assert read_text(write(tmp_path / "t.txt", content)).content == content
+
+    @pytest.mark.parametrize(("compress", "suffix"), [(gzip.compress, "gz"), (zstd, "zst")])
+    def test_parts_compressed_one_by_one_are_one_text(self, tmp_path, compress, suffix):
+        path = tmp_path / f"t.txt.{suffix}"
+        path.write_bytes(b"".join(compress(part.encode()) for part in ("one\ntw", "", "o\n", "three" * 99_999)))
+        assert read_text(str(path)).content == "one\ntwo\n" + "three" * 99_999
+
+    def test_zstd_as_the_pile_has_it(self, tmp_path):
+        skippable = b"\x50\x2a\x4d\x18\x05\0\0\0notes"
+        path = tmp_path / "00.jsonl.zst"
+        path.write_bytes(
+            skippable + zstd(rows({"text": "a", "meta": {}}).encode()) + zstd(rows({"text": "b"}).encode())
+        )
+        assert read_text(str(path)).content == "ab"
 
     def test_crlf_and_byte_order_mark(self, tmp_path):
         assert read_text(write(tmp_path / "t.txt", "\ufeffa\r\nb\r\n")).content == "a\nb\n"

@@ -2,16 +2,18 @@
 
 import gzip
 import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from ralm_jax import cli_retrieval
 from ralm_jax.errors import RalmError, UsageError
-from retrieval.corpus import Passage
+from ralm_jax.text import read_rows
+from retrieval.corpus import Passage, read_corpus
 from retrieval.qa import Found, Question, answer_matcher, mark_answers, read_qrels
 from retrieval.results import DIALECTS, join_passages, join_questions, read_questions, write_questions
-from tests.test_corpus import rows, write
+from tests.test_corpus import LONGBENCH, SCROLLS, rows, write, zero_scrolls
 
 TEXT = 'a "quoted"\ttab\nand line\u2028, 日本語'
 FOUND = (Found("7", 12.25, "T one", TEXT, True), Found("wiki:9", 1 / 3, "", "two\nlines", False))
@@ -31,7 +33,7 @@ def bare(**changes):
 
 
 class TestRoundTrips:
-    @pytest.mark.parametrize("suffix", ["", ".gz"])
+    @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
     @pytest.mark.parametrize("dialect", ["dpr", "contriever", "pyserini"])
     def test_with_texts(self, tmp_path, dialect, suffix):
         path = str(tmp_path / f"file{suffix}")
@@ -63,6 +65,13 @@ class TestRoundTrips:
         path = str(tmp_path / "queries.jsonl")
         write_questions(path, QUESTIONS, "beir-queries")
         assert read_questions(path) == bare(answers=())
+
+    def test_longbench(self, tmp_path):
+        path = str(tmp_path / "file.jsonl")
+        write_questions(path, QUESTIONS, "longbench")
+        kept = (("dataset", ""), ("language", "en"), ("all_classes", None))
+        assert read_questions(path) == bare(kept=kept)
+        assert read_questions(path, "longbench") == read_questions(path)
 
     def test_the_command_knows_every_dialect(self):
         assert get_args(cli_retrieval.Dialect) == tuple(DIALECTS)
@@ -108,6 +117,107 @@ class TestAsOthersWriteThem:
         content = rows({"question": "q", "answers": ["a"], "ctxs": [{"title": "T", "text": "x", "hasanswer": True}]})
         assert self.found(tmp_path, content)[0].found == (Found("", 1, "T", "x", True),)
 
+    def test_longbench(self, tmp_path):
+        question = Question(
+            "b7", "who?", ("a",), kept=(("dataset", "qasper"), ("language", "en"), ("all_classes", None))
+        )
+        assert self.found(tmp_path, rows(LONGBENCH)) == [question]
+        of_classes = LONGBENCH | {"all_classes": ["X", "Y"], "dataset": "trec"}
+        again = str(tmp_path / "again.jsonl")
+        found = (Found("1", 2, "T", "one\ntwo"), Found("2", 1, "", "three four"))
+        write_questions(again, [q._replace(found=found) for q in self.found(tmp_path, rows(of_classes))], "longbench")
+        with open(again, encoding="utf-8") as file:
+            assert json.loads(file.read()) == of_classes | {"context": "T\none\ntwo\n\nthree four", "length": 5}
+
+    def test_references_of_scrolls_are_grouped_by_id(self, tmp_path):
+        other = SCROLLS | {"id": "q2", "pid": "q2_0", "input": "who is\nit?\n\nelse", "output": "c"}
+        references = [SCROLLS | {"pid": f"q1_{i}", "output": output} for i, output in enumerate("bab", start=1)]
+        found = self.found(tmp_path, rows(SCROLLS, other, *references))
+        assert found == [Question("q1", "who is\nit?", ("a", "b")), Question("q2", "who is\nit?", ("c",))]
+        with pytest.raises(RalmError, match=r"file\.json:2: the id q1 is that of another question above"):
+            self.found(tmp_path, rows(SCROLLS, SCROLLS | {"input": "and?\n\none"}))
+
+    def test_options_are_not_of_the_question(self, tmp_path):
+        row = SCROLLS | {"input": "who?\n\n (A) 1\n (B) 2\n (C) 3\n (D) 4\n\n\nthe story"}
+        assert self.found(tmp_path, rows(row)) == [Question("q1", "who?", ("a",))]
+
+    @pytest.mark.parametrize(
+        ("query", "text"),
+        [
+            ("Question:\nwho?\n", "who?"),
+            ("Query:\nQuestion: who?", "Question: who?"),
+            ("Question and Possible Answers:\nwho?\n\n (A) 1", "who?\n\n (A) 1"),
+            ("", ""),
+        ],
+    )
+    def test_zero_scrolls(self, tmp_path, query, text):
+        assert self.found(tmp_path, rows(zero_scrolls(query))) == [Question("z", text)]
+
+    def test_scrolls_without_question_or_with_indexes_of_something_else(self, tmp_path):
+        without = {"query_start_index": None, "query_end_index": None}
+        assert self.found(tmp_path, rows(zero_scrolls("", **without))) == [Question("z", "")]
+        with pytest.raises(RalmError, match=r"file\.json:1: query from 5 to 1: not a part of the input"):
+            self.found(tmp_path, rows(zero_scrolls("q", query_start_index=5, query_end_index=1)))
+
+    TRIVIA = {
+        "Value": "Sunset Blvd",
+        "Aliases": ["Sunset Boulevard", "Sunset Blvd", "Sunset"],
+        "NormalizedAliases": ["x"],
+    }
+
+    @pytest.mark.parametrize("indent", [None, 4])
+    @pytest.mark.parametrize("before", [{}, {"Domain": 'a "Data": [', "Also": {"Data": [{}]}, "Version": 1.0}])
+    def test_trivia_qa(self, tmp_path, indent, before):
+        entries = [
+            {"Answer": self.TRIVIA, "Question": "which?", "QuestionId": "tc_3", "EntityPages": [{"Title": "T"}]},
+            {"Question": "of the test set?", "QuestionId": "tc_4", "SearchResults": []},
+        ]
+        content = json.dumps(before | {"Data": entries, "VerifiedEval": False}, indent=indent)
+        assert self.found(tmp_path, content) == [
+            Question("tc_3", "which?", ("Sunset Blvd", "Sunset Boulevard", "Sunset")),
+            Question("tc_4", "of the test set?"),
+        ]
+
+    def test_trivia_qa_of_hugging_face(self, tmp_path):
+        answer = {"aliases": ["Sunset"], "normalized_aliases": ["x"], "normalized_value": "x", "value": "Sunset Blvd"}
+        unknown = {"aliases": [], "normalized_aliases": [], "value": "<unk>"}
+        made = [{"question": "which?", "question_id": f"tc_{i}", "answer": a} for i, a in enumerate([answer, unknown])]
+        for content in (rows(*made), json.dumps(made)):
+            assert self.found(tmp_path, content) == [
+                Question("tc_0", "which?", ("Sunset Blvd", "Sunset")), Question("tc_1", "which?"),
+            ]  # fmt: skip
+
+    def test_the_papers(self, tmp_path):
+        """A stride is a question; passages have numbers for ids, by title and text."""
+        one, two = {"text": "T one\nx\ny", "score": 2.5}, {"title": "T", "text": "x\ny", "score": 1}
+        strides = [
+            {"query": "", "retrieved_docs": []},
+            {"query": " a\nquery", "retrieved_docs": [one, two, one]},
+            {"query": "b", "retrieved_docs": [two, {"text": "bare", "score": 1}, one]},
+            {"query": "c", "retrieved_docs": []},
+        ]
+        place = {"begin_location": 4, "end_location": 8, "future": "f"}
+        content = json.dumps([place | stride for stride in strides], indent=4)
+        first, second = Found("0", 2.5, "T one", "x\ny"), Found("1", 1, "T", "x\ny")
+        expected = [
+            Question("1", " a\nquery", (), (first, second, first._replace(id="2"))),
+            Question("2", "b", (), (second, Found("3", 1, "", "bare"), first)),
+            Question("3", "c"),
+        ]
+        assert self.found(tmp_path, content) == expected
+        assert read_questions(str(tmp_path / "file.json"), "ralm") == expected
+        for dialect in ("dpr", "contriever", "pyserini"):
+            write_questions(str(tmp_path / dialect), expected, dialect)
+            assert read_questions(str(tmp_path / dialect)) == expected
+        write_questions(str(tmp_path / "trec"), expected, "trec")
+        assert [[p.id for p in q.found] for q in read_questions(str(tmp_path / "trec"))] == [
+            ["0", "1", "2"],
+            ["1", "3", "0"],
+        ]
+        with pytest.raises(UsageError, match=r"--to ralm: .* ralm retrieve --export-json writes it"):
+            write_questions(str(tmp_path / "out"), expected, "ralm")
+        assert not (tmp_path / "out").exists()
+
     @pytest.mark.parametrize(
         ("content", "expected"),
         [
@@ -115,6 +225,7 @@ class TestAsOthersWriteThem:
             ({"question": "q", "answers": "a"}, Question("0", "q", ("a",))),
             ({"id": "test_0", "question": "q", "golden_answers": ["a"]}, Question("test_0", "q", ("a",))),
             ({"id": 9, "question": "q", "answer_regex": "a|b"}, Question("9", "q", ("a|b",), regex=True)),
+            ({"index": 3, "input": "q", "outputs": ["a", "b"]}, Question("0", "q", ("a", "b"))),
             ({"_id": "PLAIN-2", "text": "q", "metadata": {}}, Question("PLAIN-2", "q")),
         ],
     )
@@ -151,18 +262,25 @@ class TestRefusals:
             ("just words\n", r"file:1: none of the dialects dpr, contriever"),
             (GOOD + "{\n", r"file:2: not JSON"),
             (GOOD + "[1]\n", r"file:2: expected a JSON object, found list"),
-            (GOOD + '{"answers": ["a"]}', r"file:2: field 'question' or 'text' is missing"),
+            (GOOD + '{"answers": ["a"]}', r"file:2: field 'question' or 'text' or .* is missing"),
             (GOOD + '{"question": "q", "answers": [1]}', r"file:2: answers: expected a list of strings"),
             (GOOD + '{"question": "\\ud800"}', r"file:2: a lone surrogate"),
             (GOOD + '{"question": "q", "ctxs": {}}', r"file:2: ctxs: expected a list"),
             ('[\n{"question": "q"},\n\n {"question": 1.5}]', r"file:4: field 'question' is float"),
             ('[\n{"question": "q"},\n3]', r"file:3: expected a JSON object, found int"),
             ('[\n{"question": "q"}', r"file:2: not JSON"),
-            ('{"1": {"question": "q"},\n"2": {"answers": []}}', r"file:2: field 'question' or 'text' is missing"),
+            ('{"1": {"question": "q"},\n"2": {"answers": []}}', r"file:2: field 'question' or 'text' or .* is missing"),
             ('{"1": {"question": "q"},\n"1": {"question": "q"}}', "stands in the object twice"),
             ('[{"question": "q", "ctxs": [{"score": "high"}]}]', r"file:1: passage 1: score 'high' is not a finite"),
             ('[{"question": "q", "ctxs": [{"score": NaN}]}]', r"passage 1: score nan is not a finite number"),
             ('[{"question": "q", "ctxs": [{"has_answer": "no"}]}]', r"passage 1: has_answer is str"),
+            ('{"Data": [\n{"Question": "q"},\n{"Answer": {}}]}', r"file:3: field 'question' or"),
+            ('{"Data": {"Question": "q"}, "Version": 1}', "field 'question' or 'text' or"),
+            ('{"Data": []}', "no questions in it"),
+            (GOOD + '{"question": "q", "answer": {"aliases": ["a"]}}', r"file:2: field 'value' or 'Value' is missing"),
+            (GOOD + '{"question": "q", "answer": {"value": "a", "aliases": 1}}', r"file:2: aliases: expected a list"),
+            (GOOD + '{"pid": "1", "input": "q", "id": "1"}', r"file:2: input: expected a question, a blank line"),
+            (GOOD + '{"query": "q", "retrieved_docs": {}}', r"file:2: retrieved_docs: expected a list"),
             ('[{"question": "q", "ctxs": ["x"]}]', r"file:1: passage 1: expected an object, found str"),
             ('[{"question": "q", "id": 1}, {"question": "r", "id": 1}]', "question 1 stands in it twice"),
             ('[{"question": "q", "ctxs": [{"id": 1}, {"id": 1}]}]', "question 0: passage 1 stands in it twice"),
@@ -203,6 +321,13 @@ class TestRefusals:
             ("contriever", [Question("1", "")], "question 1 has no text; --questions FILE adds it"),
             ("pyserini", [Question("1", "")], "question 1 has no text; --questions FILE adds it"),
             ("pyserini", [Question("1", "q", found=(Found("d", 1, "a\nb", "x"),))], "title has more than one line"),
+            (
+                "longbench",
+                [Question("1", "q", found=(Found("d", 1),))],
+                "passage d of question 1 has no text; --corpus",
+            ),
+            ("longbench", [Question("1", "", found=(Found("d", 1, "", "x"),))], "question 1 has no text; --questions"),
+            ("longbench", [Question("1", "q")], "the questions have no passages"),
             ("trec", [Question("1", "q")], "the questions have no passages"),
             ("trec", [Question("a b", "q", found=(Found("d", 1),))], "id 'a b' cannot stand in a run"),
             ("msmarco", [Question("1", "q", found=(Found("", 1),))], "id '' cannot stand in a run"),
@@ -294,6 +419,42 @@ def test_real_files(shared, tmp_path, name, count, first):
         again = read_questions(path)
         assert [q[:3] for q in again] == [q[:3] for q in questions]
         assert not again[0].found or [q.found for q in again] == [q.found for q in questions]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "answers"),
+    [("hotpotqa", 13, ("Bob Dylan",)), ("musique", 7, ("University of Toronto", "UT")), ("trec", 8, ("Individual",))],
+)
+def test_real_longbench(shared, tmp_path, name, count, answers):
+    """Questions about documents, and the passages found in them as a shorter context."""
+    path = str(shared / f"data/longbench/{name}.jsonl.gz")
+    questions = read_questions(path)
+    assert (len(questions), questions[0].answers, questions[0].kept[0]) == (count, answers, ("dataset", name))
+    passages: dict[str, list[Passage]] = {}
+    for passage in read_corpus(path, passage_words=300):
+        passages.setdefault(passage.id.rpartition("-")[0], []).append(passage)
+    found = [q._replace(found=tuple(Found(p.id, 1.0, p.title, p.text) for p in passages[q.id][:5])) for q in questions]
+    out = str(tmp_path / "top5.jsonl.zst")
+    write_questions(out, found, "longbench")
+    again = [row for _, row in read_rows(tmp_path / "top5.jsonl.zst")]
+    for row, made in zip(again, [row for _, row in read_rows(Path(path))], strict=True):
+        same = ("_id", "input", "answers", "dataset", "all_classes")
+        assert [row[name] for name in same] == [made[name] for name in same]
+        assert row["context"].split() == made["context"].split()[: row["length"]]
+        assert row["length"] == min(1500, made["length"])
+
+
+def test_real_strides(shared):
+    """What the paper's own code wrote: 137 strides, the first one without a query."""
+    questions = read_questions(str(shared / "golden/luke/retrieved.json"))
+    assert [question.id for question in questions] == [str(i) for i in range(1, 137)]
+    assert {len(question.found) for question in questions} == {16}
+    assert questions[0].found[0][:3] == ("0", 7.114999771118164, "Matthew 20")
+
+
+def test_real_questions_about_documents(shared):
+    hotpotqa = read_questions(str(shared / "data/longctx/hotpotqa_200.jsonl.gz"))
+    assert (len(hotpotqa), hotpotqa[0].id, hotpotqa[0].answers) == (200, "5a7f6fd75542992e7d278cfa", ("Rush",))
 
 
 def test_real_regular_expressions(shared):
