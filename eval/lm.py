@@ -12,7 +12,7 @@ import numpy as np
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
 from ralm_jax.score_table import KIND, Scores, ScoreTable, open_scores
-from ralm_jax.scoring import Job, PassageTokens, Scorer, chunk_strides, score_job
+from ralm_jax.scoring import Job, JoinedPassages, PassageTokens, Scorer, chunk_strides, score_job
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
 from ralm_jax.storage import Folder, differences, refuse_mismatch
 from ralm_jax.text import Text
@@ -27,7 +27,13 @@ from retrieval.retriever import Retriever, open_index
 from retrieval.table import RetrievalTable, open_retrieval
 
 log = logging.getLogger("ralm")
-OF_PASSAGES = {"passage_tokens", "k", "rows_sha256", "retrieval"}  # settings on which "no passage" does not depend
+OF_PASSAGES = {
+    "passage_tokens",
+    "passages_in_window",
+    "k",
+    "rows_sha256",
+    "retrieval",
+}  # settings on which "no passage" does not depend
 
 
 def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTable, PassageRows]:
@@ -99,6 +105,9 @@ def score(
     everywhere = windows.bos_of(strides.preset) == "every-window"
     rows, passages = candidate_rows(retrieved, len(schedule), k)
     encode = PassageTokens(passages.contents, tokenizer, windows.passage_limit(strides), specials=not everywhere)
+    together = windows.passages_in_window
+    ids, groups = grouped(rows, together)
+    passage_tokens = JoinedPassages(encode, groups)
 
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
     settings["retrieval"] = retrieved[0].settings if retrieved else None
@@ -109,11 +118,11 @@ def score(
     block = windows.block_strides(strides)
     scorer = Scorer(reader, strides.window, windows.past + block * strides.stride, batch_size)
     bos = tokenizer.bos if everywhere else None
-    job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, rows, encode, bos)
+    job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, ids, passage_tokens, bos)
     count = len(job.shared(range(len(rows)), plain=plain is None)[0])
     table = ScoreTable(
         folder,
-        passages=rows,
+        passages=rows[:, : ids.shape[1] * together : together],
         token_ends=offsets[: schedule.ends[-1], 1],
         begins=characters[1:, 0],
         past=windows.past,
@@ -221,6 +230,20 @@ def candidate_rows(
     return table.rows[1:count, :k], passages
 
 
+def grouped(rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates (J, k // size) of `size` passages each, as numbers of groups (G, size) of rows; -1 for none.
+
+    Raises:
+        UsageError: there are fewer passages a stride.
+    """
+    count = rows.shape[1] // size
+    if rows.shape[1] and not count:
+        raise UsageError(f"{size} passages in a window need --k {size} at least, not {rows.shape[1]}")
+    listed = rows[:, : count * size].reshape(-1, size)
+    groups, ids = np.unique(listed, axis=0, return_inverse=True)
+    return np.where(listed[:, 0] >= 0, ids.reshape(-1), -1).reshape(len(rows), count), groups
+
+
 def score_settings(
     text: Text,
     reader: Reader,
@@ -245,7 +268,9 @@ def score_settings(
         "strides": count,
         "k": rows.shape[1],
         "rows_sha256": sha256(np.ascontiguousarray(rows).tobytes()).hexdigest(),
-    } | ({"block": windows.block} if windows.block_strides(strides) > 1 else {})
+        **({"block": windows.block} if windows.block_strides(strides) > 1 else {}),
+        **({"passages_in_window": windows.passages_in_window} if windows.passages_in_window > 1 else {}),
+    }
 
 
 def describe(

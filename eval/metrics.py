@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ralm_jax import ranking
 from ralm_jax.score_table import Scores
 
 
@@ -47,8 +48,12 @@ def perplexity(nll: float, count: int) -> float | None:
 
 
 def text_perplexity(scores: Scores, chosen: np.ndarray) -> Perplexity:
-    """The perplexity of the text when stride j is predicted with candidate `chosen[j]` in front."""
-    target = scores.target[np.arange(len(chosen)), chosen]
+    """The perplexity of the text when stride j is predicted with candidate `chosen[j]` in front; or, of the (J, s)
+    log-probabilities of a mixture, with all its passages."""
+    if chosen.ndim == 2:
+        target, chosen = chosen, ranking.first(scores)
+    else:
+        target = scores.target[np.arange(len(chosen)), chosen]
     nll = -(scores.first_window.sum(dtype=np.float64) + np.nansum(target, dtype=np.float64))
     return Perplexity(
         nll=float(nll),

@@ -1,7 +1,7 @@
 """Ranking policies: pure functions of a ScoreTable that choose one candidate for every stride.
 
 Each takes `Scores` and returns (J,) integers: 0 for "no passage", i for the i-th retrieved passage. Where a stride has
-no passage, every policy returns 0.
+no passage, every policy returns 0. `mixture` goes by all passages at once, and returns log-probabilities instead.
 """
 
 from collections.abc import Callable
@@ -44,13 +44,21 @@ def zero_shot(scores: Scores, tokens: int = 16) -> np.ndarray:
     Raises:
         UsageError: the table keeps fewer past tokens than `tokens`.
     """
+    check_past(scores, tokens)
+    return best(scores.past[:, 1:, -tokens:].sum(axis=2, dtype=np.float64), scores)
+
+
+def check_past(scores: Scores, tokens: int) -> None:
+    """
+    Raises:
+        UsageError: the table keeps fewer past tokens than `tokens`.
+    """
     kept = scores.past.shape[2]
     if not 1 <= tokens <= kept:
         raise UsageError(
-            f"zero-shot reranking by {tokens} tokens needs a table scored with --past {tokens} or more; "
-            f"this one has {kept}"
+            f"going by the last {tokens} prefix tokens needs a table scored with --past {tokens} or more; this one has "
+            f"{kept}"
         )
-    return best(scores.past[:, 1:, kept - tokens :].sum(axis=2, dtype=np.float64), scores)
 
 
 def zero_shot_by(scores: Scores, ranker: Scores, tokens: int = 16) -> np.ndarray:
@@ -82,3 +90,77 @@ def oracle(scores: Scores, k: int | None = None) -> np.ndarray:
     if k is not None:
         values[:, k:] = -np.inf
     return best(values, scores)
+
+
+# --- beyond the paper ---
+
+
+def mixture(scores: Scores, values: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """(J, s) float64 log-probabilities of the target under all passages, token by token: log sum_i w_i p_i with weights
+    w = softmax(values / temperature) (REPLUG: Shi et al., 2023). Without passages, those of "no passage".
+
+    Args:
+        values: (J, k), such as the retriever's scores.
+    """
+    there = np.asarray(scores.passages >= 0)
+    weights = log_softmax(np.where(there, values / temperature, -np.inf))
+    target = scores.target.astype(np.float64)
+    mixed = logsumexp(weights[:, :, None] + np.where(there[:, :, None], target[:, 1:], -np.inf))
+    return np.where(np.isnan(target[:, 0]), np.nan, np.where(there.any(axis=1, keepdims=True), mixed, target[:, 0]))
+
+
+def logsumexp(values: np.ndarray) -> np.ndarray:
+    """Over the second axis; -inf where all are."""
+    if not values.shape[1]:
+        return np.full((len(values), *values.shape[2:]), -np.inf)
+    highest = np.nan_to_num(values.max(axis=1, keepdims=True), neginf=0)
+    with np.errstate(divide="ignore"):
+        return np.squeeze(highest, 1) + np.log(np.exp(values - highest).sum(axis=1))
+
+
+def log_softmax(values: np.ndarray) -> np.ndarray:
+    """(J, k); -inf where the value is."""
+    total = logsumexp(values)
+    return values - np.where(np.isfinite(total), total, 0)[:, None]
+
+
+def surprise(scores: Scores, tokens: int = 16) -> np.ndarray:
+    """(J,) how badly the last `tokens` prefix tokens were predicted without passage, in nats a token: known before
+    anything is retrieved.
+
+    Raises:
+        UsageError: as `zero_shot`.
+    """
+    check_past(scores, tokens)
+    return -scores.past[:, 0, -tokens:].mean(axis=1, dtype=np.float64)
+
+
+def past_gain(scores: Scores, chosen: np.ndarray, tokens: int = 16) -> np.ndarray:
+    """(J,) what the chosen passages do for the last `tokens` prefix tokens, in nats a token: known once the window is
+    scored, before its target is.
+
+    Raises:
+        UsageError: as `zero_shot`.
+    """
+    check_past(scores, tokens)
+    past = scores.past[np.arange(len(chosen)), chosen]
+    return (past - scores.past[:, 0])[:, -tokens:].mean(axis=1, dtype=np.float64)
+
+
+def selective(chosen: np.ndarray, signal: np.ndarray, threshold: float) -> np.ndarray:
+    """`chosen` where `signal` (J,) is above the threshold; no passage elsewhere."""
+    return np.where(signal > threshold, chosen, 0)
+
+
+def selective_curve(scores: Scores, chosen: np.ndarray, signal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What fewer retrievals cost: strides with the highest `signal` (J,) have their chosen passage, the others none.
+
+    Returns:
+        (J + 1,) thresholds on the signal, from "never" to "always", and the summed NLL of the targets under each, when
+        0, 1, ... J strides are above it.
+    """
+    rows = np.arange(len(chosen))
+    gain = np.nansum(scores.target[rows, chosen] - scores.target[:, 0], axis=1, dtype=np.float64)
+    order = np.argsort(-signal, kind="stable")
+    nll = -np.nansum(scores.target[:, 0], dtype=np.float64) - np.concatenate([[0], np.cumsum(np.asarray(gain)[order])])
+    return np.concatenate([signal[order], [-np.inf]]), nll

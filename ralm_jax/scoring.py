@@ -195,6 +195,23 @@ class PassageTokens:
         return [self._cache[int(row)] if row >= 0 else empty for row in rows]
 
 
+class JoinedPassages:
+    """The tokens of groups of passages, which stand in a window together, the best nearest to the prefix."""
+
+    def __init__(self, encode: PassageTokens, groups: np.ndarray):
+        """
+        Args:
+            groups: (G, n) rows of passages, best first; -1 for none.
+        """
+        self._encode, self._groups = encode, groups
+
+    def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
+        """int32 tokens of each of the groups `ids` (n,); empty where the id is -1."""
+        rows = np.where(ids[:, None] >= 0, self._groups[ids, ::-1], -1)
+        tokens = iter(self._encode(rows.ravel()))
+        return [np.concatenate([next(tokens) for _ in group]) for group in rows]
+
+
 @dataclass(frozen=True)
 class Job:
     """What is scored.
@@ -206,7 +223,7 @@ class Job:
         stride: tokens that a stride has at most.
         block: strides that share windows; 1 is exact.
         past: tokens before each target that are scored as well.
-        rows: (J, k) the passages of the strides after the first; -1 for none.
+        rows: (J, k) the passages, or groups of them, of the strides after the first; -1 for none.
         passage_tokens: gives the tokens of rows.
         bos: a token in front of every window, or None.
     """

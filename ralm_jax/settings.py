@@ -81,6 +81,9 @@ class WindowSettings:
     """Tokens before the target that are scored too, for zero-shot reranking."""
     passage_tokens: int = 256
     """A passage is cut to so many tokens."""
+    passages_in_window: int = 1
+    """Passages that stand in a window together, the best nearest to the prefix: the first so many are candidate 1, the
+    next candidate 2, and so on. Where all of them have no room, each is cut to its share."""
     bos: Bos | None = None
     """Where the BOS of a tokenizer that adds one goes. Default: every-window; ai21: passage."""
     block: int | None = None
@@ -89,7 +92,7 @@ class WindowSettings:
 
     def __post_init__(self) -> None:
         at_least(0, past=self.past)
-        at_least(1, passage_tokens=self.passage_tokens, block=self.block)
+        at_least(1, passage_tokens=self.passage_tokens, block=self.block, passages_in_window=self.passages_in_window)
 
     def bos_of(self, preset: Preset) -> Bos:
         """Where special tokens go. "every-window": BOS once in front of every window, no special token inside.
@@ -114,11 +117,12 @@ class WindowSettings:
             UsageError: there is no room for any, or as `block_strides`.
         """
         block = self.block_strides(strides) * strides.stride
-        room = strides.window - block - self.past
+        room = (strides.window - block - self.past) // self.passages_in_window
         if room < 1:
             beside = f"a block of {block}" if block > strides.stride else f"stride {block}"
+            several = f" for {self.passages_in_window} passages" if self.passages_in_window > 1 else ""
             raise UsageError(
-                f"a window of {strides.window} has no room beside {beside} and past {self.past}; use a larger window "
-                "or a smaller past"
+                f"a window of {strides.window} has no room{several} beside {beside} and past {self.past}; use a "
+                "larger window or a smaller past"
             )
         return min(self.passage_tokens, room)

@@ -144,3 +144,38 @@ def test_strategies_are_checked():
     for listed in ("none,best", "", ","):
         with pytest.raises(UsageError, match="expected some of none, first, random, zero-shot, oracle"):
             check_strategies(listed)
+
+
+class TestBeyondThePaper:
+    def test_a_mixture_is_of_probabilities(self, scores):
+        values = np.array([[1.0, 3.0], [5.0, 9.0], [0, 0]])
+        weights = np.exp([1, 3]) / np.exp([1, 3]).sum()
+        mixed = ranking.mixture(scores, values)
+        np.testing.assert_allclose(mixed[0], np.log(weights @ np.exp(scores.target[0, 1:].astype(float))))
+        np.testing.assert_allclose(mixed[1], [-4, -4])  # one passage
+        np.testing.assert_allclose(mixed[2], [-5, NAN])  # none
+        np.testing.assert_allclose(ranking.mixture(scores, values, 1e-3)[0], [-3, -3])
+        result = text_perplexity(scores, mixed)
+        assert result.nll == pytest.approx(-(-6 + np.nansum(mixed)))
+        assert (result.scored_tokens, result.strides_without_passage) == (8, 2)
+
+    def test_a_mixture_of_very_small_probabilities(self, scores):
+        scores.target[0, 1:] = -2000
+        np.testing.assert_allclose(ranking.mixture(scores, np.zeros((3, 2)))[0], [-2000, -2000])
+
+    def test_signals(self, scores):
+        np.testing.assert_allclose(ranking.surprise(scores, 2), [9, 9, 9])
+        np.testing.assert_allclose(ranking.past_gain(scores, ranking.first(scores), 1), [5, 4, 0])
+        for signal in (lambda: ranking.surprise(scores, 3), lambda: ranking.past_gain(scores, np.zeros(3, int), 3)):
+            with pytest.raises(UsageError, match="needs a table scored with --past 3 or more; this one has 2"):
+                signal()
+
+    def test_every_point_of_the_curve_is_a_policy(self, scores):
+        chosen, signal = ranking.first(scores), np.array([0.5, 2.0, 1.0])
+        thresholds, nll = ranking.selective_curve(scores, chosen, signal)
+        assert thresholds.tolist() == [2.0, 1.0, 0.5, -np.inf]
+        for threshold, expected in zip(thresholds, nll, strict=True):
+            policy = ranking.selective(chosen, signal, threshold)
+            assert text_perplexity(scores, policy).nll - 6 == pytest.approx(expected)
+        assert ranking.selective(chosen, signal, 2.0).tolist() == [0, 0, 0]
+        assert ranking.selective(chosen, signal, -np.inf).tolist() == chosen.tolist()

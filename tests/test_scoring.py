@@ -309,6 +309,34 @@ def test_passages_are_cut_and_counted(with_bos):
     assert not {1, 2} & set(plain.tolist())
 
 
+class TestSeveralPassagesInAWindow:
+    def test_the_best_is_nearest_to_the_prefix(self, tmp_path, reader, bare):
+        table, passages = retrieved(131, k=4)
+        table.rows[1:] = [[3, 5, 7, 2]] * (len(table.rows) - 1)
+        table.rows[2] = [4, -1, -1, -1]
+        windows = replace(WINDOWS, passages_in_window=2, passage_tokens=10)
+        scores = run(tmp_path, reader, bare, retrieved=(table, passages), k=4, windows=windows)
+        assert scores.passages.tolist()[:2] == [[3, 7], [4, -1]]
+        assert scores.settings["passages_in_window"] == 2
+        schedule, ids = make_schedule(131, STRIDES), bare.encode(tiny.text(131)).tolist()
+        for j, candidate, rows in ((1, 1, [5, 3]), (1, 2, [2, 7]), (2, 1, [4])):
+            start, end = schedule.starts[j], schedule.ends[j]
+            front = [token for row in rows for token in bare.encode(passages.contents([row])[0]).tolist()[:10]]
+            logits = np.asarray(reader.logits(np.array([front + ids[start + len(front) : end]], np.int32)))[0]
+            expected = jax.nn.log_softmax(logits[-5:-1])[np.arange(4), ids[end - 4 : end]]
+            np.testing.assert_allclose(scores.target[j - 1, candidate], expected, atol=1e-5)
+
+    def test_each_is_cut_to_its_share(self):
+        windows = WindowSettings(past=8, passages_in_window=3)
+        assert windows.passage_limit(StrideSettings(64, 4)) == (64 - 4 - 8) // 3
+        with pytest.raises(UsageError, match="has no room for 60 passages beside stride 4 and past 8"):
+            replace(windows, passages_in_window=60).passage_limit(StrideSettings(64, 4))
+
+    def test_more_than_there_are(self, tmp_path, reader, bare):
+        with pytest.raises(UsageError, match="4 passages in a window need --k 4 at least, not 3"):
+            run(tmp_path, reader, bare, windows=replace(WINDOWS, passages_in_window=4))
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_special_tokens_do_not_outgrow_a_passage(with_bos, limit):
     with pytest.raises(UsageError, match=f"passages of {limit} tokens have no room"):
