@@ -114,7 +114,7 @@ class RerankSettings:
 
     prefix_tokens: int = 128
     """Tokens of the reranker's own before the target that it reads: long enough to say what the text is about, and a
-    passage of 100 words still fits beside them in 320 positions. A reranker should read what it was trained with."""
+    passage of 100 words nearly always fits beside them in 320. A reranker should read what it was trained with."""
     pair_tokens: int | None = None
     """Tokens that prefix and passage may have together, special tokens included; the passage loses its end. Default:
     the reranker's positions."""
