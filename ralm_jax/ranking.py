@@ -78,6 +78,11 @@ def zero_shot_by(scores: Scores, ranker: Scores, tokens: int = 16) -> np.ndarray
     return zero_shot(ranker.first_k(k), tokens)[:count]
 
 
+def predictive(scores: Scores, values: np.ndarray) -> np.ndarray:
+    """The passage that a trained reranker scores highest (section 6.2, eq. 7); `values` (J, k) are its scores."""
+    return best(values, scores)
+
+
 def oracle(scores: Scores, k: int | None = None) -> np.ndarray:
     """The passage, among the first `k`, under which the target itself is most probable: the bound of any reranking.
 

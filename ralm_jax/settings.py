@@ -126,3 +126,18 @@ class WindowSettings:
                 "larger window or a smaller past"
             )
         return min(self.passage_tokens, room)
+
+
+@dataclass(frozen=True)
+class RerankSettings:
+    """What of a text and a passage a reranker reads."""
+
+    prefix_tokens: int = 128
+    """Tokens of the reranker's own before the target that it reads: long enough to say what the text is about, and a
+    passage of 100 words nearly always fits beside them in 320. A reranker should read what it was trained with."""
+    pair_tokens: int | None = None
+    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end. Default:
+    the reranker's positions."""
+
+    def __post_init__(self) -> None:
+        at_least(1, prefix_tokens=self.prefix_tokens, pair_tokens=self.pair_tokens)
