@@ -237,7 +237,7 @@ def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[
                 retrieved=(table, index.passages), k=k,
             )  # fmt: skip
             seconds[name] = time.perf_counter() - started
-        chosen = {name: policy(scores) for name, policy in policies().items() if name != "random"}
+        chosen = {name: policies()[name](scores) for name in ("none", "first", "zero-shot", "oracle")}
         of_strides = {strategy: scores.target[np.arange(strides), which] for strategy, which in chosen.items()}
         perplexities[name] = {strategy: float(np.exp(-target.mean())) for strategy, target in of_strides.items()}
     return {"k": k, "strides": strides, "seconds": seconds, "ratio": seconds["exact"] / seconds["shared"],

@@ -103,7 +103,7 @@ def score(
         characters = stride_characters(schedule, offsets[:, 1])
         check_retrieved(retrieved, text, tokens, tokenizer, schedule, strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
-    rows, passages = candidate_rows(retrieved, len(schedule), k)
+    rows, found, passages = candidate_rows(retrieved, len(schedule), k)
     encode = PassageTokens(passages.contents, tokenizer, windows.passage_limit(strides), specials=not everywhere)
     together = windows.passages_in_window
     ids, groups = grouped(rows, together)
@@ -123,6 +123,7 @@ def score(
     table = ScoreTable(
         folder,
         passages=rows[:, : ids.shape[1] * together : together],
+        retrieval_scores=found[:, : ids.shape[1] * together : together],
         token_ends=offsets[: schedule.ends[-1], 1],
         begins=characters[1:, 0],
         past=windows.past,
@@ -220,14 +221,14 @@ def retrieved_schedule(
 
 def candidate_rows(
     retrieved: tuple[RetrievalTable, PassageRows] | None, count: int, k: int
-) -> tuple[np.ndarray, PassageRows]:
-    """The first `k` passages (J, k) of each of `count` strides but the first, and what their rows are."""
+) -> tuple[np.ndarray, np.ndarray, PassageRows]:
+    """The first `k` passages of each of `count` strides but the first: rows and scores (J, k), and what rows are."""
     if retrieved is None:
-        return np.zeros((count - 1, 0), np.int64), Passages.of([])
+        return np.zeros((count - 1, 0), np.int64), np.zeros((count - 1, 0), np.float32), Passages.of([])
     table, passages = retrieved
     if k > table.k:
         log.warning("%s has %d passages a stride; scoring these, not %d", table.origin, table.k, k)
-    return table.rows[1:count, :k], passages
+    return table.rows[1:count, :k], table.scores[1:count, :k].astype(np.float32), passages
 
 
 def grouped(rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ralm_jax import ranking
 from ralm_jax.errors import UsageError
 from ralm_jax.score_table import Scores
 
@@ -51,10 +50,7 @@ def perplexity(nll: float, count: int) -> float | None:
 def text_perplexity(scores: Scores, chosen: np.ndarray) -> Perplexity:
     """The perplexity of the text when stride j is predicted with candidate `chosen[j]` in front; or, of the (J, s)
     log-probabilities of a mixture, with all its passages."""
-    if chosen.ndim == 2:
-        target, chosen = chosen, ranking.first(scores)
-    else:
-        target = scores.target[np.arange(len(chosen)), chosen]
+    target = predicted(scores, chosen)
     nll = -(scores.first_window.sum(dtype=np.float64) + np.nansum(target, dtype=np.float64))
     return Perplexity(
         nll=float(nll),
@@ -62,8 +58,13 @@ def text_perplexity(scores: Scores, chosen: np.ndarray) -> Perplexity:
         scored_tokens=len(scores.first_window) + int((~np.isnan(target)).sum()),
         words=scores.about["words"],
         strides=1 + len(chosen),
-        strides_without_passage=1 + int((chosen == 0).sum()),
+        strides_without_passage=1 + int((chosen == 0 if chosen.ndim == 1 else scores.num_passages == 0).sum()),
     )
+
+
+def predicted(scores: Scores, chosen: np.ndarray) -> np.ndarray:
+    """(J, s) log-probabilities of the targets with candidates `chosen` (J,) in front; of a mixture, itself."""
+    return chosen if chosen.ndim == 2 else scores.target[np.arange(len(chosen)), chosen]
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class PairedDifference:
 def paired_difference(
     scores: Scores, a: np.ndarray, b: np.ndarray, *, resamples: int = 10_000, seed: int = 0, block: int | None = None
 ) -> PairedDifference:
-    """The difference between predicting stride j with candidate `a[j]` and with `b[j]` in front.
+    """The difference between predicting stride j with candidate `a[j]` and with `b[j]` in front (or by mixtures).
 
     The interval is by a moving-block bootstrap (Künsch, 1989), as neighbouring strides share prefixes and passages:
     runs of `block` strides are drawn with replacement, as many as make up the text.
 
     Args:
-        a, b: (J,) candidates, as policies of `ralm_jax.ranking` choose them.
+        a, b: (J,) candidates, as policies of `ralm_jax.ranking` choose them, or (J, s) log-probabilities.
         block: None for the square root of the number of strides.
 
     Raises:
@@ -107,7 +108,7 @@ def paired_difference(
         raise UsageError(
             f"a bootstrap in blocks of {block} needs as many strides after the first window, not {strides}"
         )
-    first, second = (scores.target[np.arange(strides), chosen].astype(np.float64) for chosen in (a, b))
+    first, second = (predicted(scores, chosen).astype(np.float64) for chosen in (a, b))
     counts = (~np.isnan(first)).sum(axis=1)
     gains = np.nansum(second - first, axis=1)
     total, tokens = (np.concatenate([[0], np.cumsum(column)]) for column in (gains, counts))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,42 +39,66 @@ class Report:
         return content
 
 
-def policies(
-    zero_shot_tokens: int = 16, seed: int = 0, values: np.ndarray | None = None
-) -> dict[str, Callable[[Scores], np.ndarray]]:
-    """Every strategy by name. A new idea is a new function in `ralm_jax.ranking` and a line here.
+@dataclass(frozen=True)
+class Beside:
+    """What strategies go by beside the ScoreTable.
 
-    Args:
-        values: (J, k) a trained reranker's scores, without which there is no "predictive".
+    Attributes:
+        zero_shot_tokens: past tokens that zero-shot reranking goes by.
+        seed: of random.
+        temperature: of the mixtures' weights.
+        values: (J, k) a trained reranker's scores.
+        ranker: another reader's scores of the same strides and passages.
     """
-    trained = {} if values is None else {"predictive": partial(ranking.predictive, values=values)}
-    return trained | {
+
+    zero_shot_tokens: int = 16
+    seed: int = 0
+    temperature: float = 1.0
+    values: Any = None
+    ranker: Any = None
+
+
+RERANKER = "a RankingTable: make one with `ralm rerank` and name it to `ralm report` with --ranking"
+RANKER = (
+    "another reader's ScoreTable: make one with `ralm score --strides-of-retrieval` and name it to `ralm report` with "
+    "--zero-shot-by"
+)
+NEEDS = {"predictive": RERANKER, "predictive-mixture": RERANKER, "zero-shot-by": RANKER}
+
+
+def policies(beside: Beside = Beside()) -> dict[str, Callable[[Scores], np.ndarray]]:
+    """Every strategy by name. A new idea is a new function in `ralm_jax.ranking` and a line here."""
+    values, ranker, tokens, temperature = beside.values, beside.ranker, beside.zero_shot_tokens, beside.temperature
+    return {
         "none": ranking.none,
         "first": ranking.first,
-        "random": partial(ranking.random, seed=seed),
-        "zero-shot": partial(ranking.zero_shot, tokens=zero_shot_tokens),
+        "random": partial(ranking.random, seed=beside.seed),
+        "zero-shot": partial(ranking.zero_shot, tokens=tokens),
+        "zero-shot-by": partial(ranking.zero_shot_by, ranker=ranker, tokens=tokens),
+        "predictive": partial(ranking.predictive, values=values),
         "oracle": ranking.oracle,
+        "mixture": partial(ranking.retrieval_mixture, temperature=temperature),
+        "predictive-mixture": partial(ranking.mixture, values=values, temperature=temperature),
     }
 
 
-def check_strategies(listed: str, *, ranked: bool = False) -> list[str]:
+def check_strategies(listed: str, *, ranked: bool = False, by_another: bool = False) -> list[str]:
     """The strategies of a list with commas.
 
     Args:
         ranked: whether there is a RankingTable.
+        by_another: whether there is another reader's ScoreTable.
 
     Raises:
-        UsageError: an unknown one, or none at all; or "predictive" without a RankingTable.
+        UsageError: an unknown one, or none at all; or one that goes by what is not there.
     """
     names = [name.strip() for name in listed.split(",") if name.strip()]
-    known = [*policies(), "predictive"]
-    if not names or not set(names) <= set(known):
-        raise UsageError(f"strategies {listed!r}: expected some of {', '.join(known)}, separated by commas")
-    if "predictive" in names and not ranked:
-        raise UsageError(
-            "strategy predictive goes by a RankingTable: make one with `ralm rerank` and name it to `ralm report` with "
-            "--ranking"
-        )
+    if not names or not set(names) <= set(policies()):
+        raise UsageError(f"strategies {listed!r}: expected some of {', '.join(policies())}, separated by commas")
+    there = {RERANKER: ranked, RANKER: by_another}
+    for name in names:
+        if name in NEEDS and not there[NEEDS[name]]:
+            raise UsageError(f"strategy {name} goes by {NEEDS[name]}")
     return names
 
 
@@ -82,15 +106,16 @@ def make_report(
     location: str,
     strategies: Sequence[str],
     *,
-    zero_shot_tokens: int = 16,
-    seed: int = 0,
+    beside: Beside = Beside(),
     ranked: str | None = None,
+    by_another: str | None = None,
     compare: Sequence[str] = (),
 ) -> Report:
     """The perplexities of the ScoreTable at `location`.
 
     Args:
         ranked: where the RankingTable of "predictive" is.
+        by_another: where the ScoreTable of "zero-shot-by" is.
         compare: two strategies, the first of which is compared with the second.
 
     Raises:
@@ -98,8 +123,11 @@ def make_report(
         RalmError: a table is not complete, or the RankingTable is of other passages.
     """
     scores = open_scores(location)
-    values = open_ranking(ranked).values(scores, location) if ranked else None
-    known = policies(zero_shot_tokens, seed, values)
+    if ranked:
+        beside = replace(beside, values=open_ranking(ranked).values(scores, location))
+    if by_another:
+        beside = replace(beside, ranker=open_scores(by_another))
+    known = policies(beside)
     chosen = {name: known[name](scores) for name in {*strategies, *compare}}
     found = {name: text_perplexity(scores, chosen[name]) for name in strategies}
     if not compare:
@@ -118,7 +146,7 @@ def format_report(report: Report) -> str:
     """The report for a terminal."""
     scores, results = report.scores, report.strategies
     settings, about = scores.settings, scores.about
-    any_result = next(iter(results.values()))
+    any_result, width = next(iter(results.values())), max(12, 2 + max(map(len, results)))
     lines = [
         f"{report.location}: {about['reader']} on {about['text']}",
         f"window {settings['window']}, stride {settings['stride']}, "
@@ -126,7 +154,7 @@ def format_report(report: Report) -> str:
         + f"{settings['k']} passages a stride, "
         f"{settings['dtype']}",
         "",
-        f"{'strategy':<12}{'token ppl':>12}{'word ppl':>12}{'vs none':>10}{'NLL':>14}{'no passage':>12}",
+        f"{'strategy':<{width}}{'token ppl':>12}{'word ppl':>12}{'vs none':>10}{'NLL':>14}{'no passage':>12}",
     ]
     base = results.get("none")
     for name, result in results.items():
@@ -134,7 +162,7 @@ def format_report(report: Report) -> str:
         if base is not None and base.token_ppl and result.token_ppl:
             change = f"{100 * (result.token_ppl / base.token_ppl - 1):+.1f}%"
         lines.append(
-            f"{name:<12}{number(result.token_ppl):>12}{number(result.word_ppl):>12}{change:>10}"
+            f"{name:<{width}}{number(result.token_ppl):>12}{number(result.word_ppl):>12}{change:>10}"
             f"{result.nll:>14,.2f}{result.strides_without_passage:>12}"
         )
     lines += [

@@ -198,6 +198,9 @@ class Report:
     """ScoreTables."""
     ranking: tuple[str, ...] = ()
     """RankingTables that `ralm rerank` made, for the strategy predictive: one for all ScoreTables, or one for each."""
+    zero_shot_by: tuple[str, ...] = ()
+    """ScoreTables of another reader that `ralm score --strides-of-retrieval` made, for the strategy zero-shot-by: one
+    for all ScoreTables, or one for each."""
     json: str | None = None
     """Also write the figures to this file."""
     report: ReportOptions = ReportOptions()
@@ -206,7 +209,7 @@ class Report:
         check_output_file(self.json)
         if not self.scores:
             raise UsageError("--scores: name at least one ScoreTable")
-        self.report.show(self.scores, self.json, self.ranking)
+        self.report.show(self.scores, self.json, self.ranking, self.zero_shot_by)
 
 
 @dataclass(frozen=True)

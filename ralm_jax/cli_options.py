@@ -229,23 +229,29 @@ class ReportOptions:
     """What is reported."""
 
     strategies: str = "none,first,zero-shot,oracle"
-    """Of none, first, random, zero-shot, predictive (by a trained reranker), oracle; separated by commas."""
+    """Of none, first, random, zero-shot, zero-shot-by (another reader), predictive (by a trained reranker), oracle, and
+    mixture and predictive-mixture (all passages at once, weighted by the retriever or the reranker); separated by
+    commas."""
     zero_shot_tokens: int = 16
     """Past tokens that zero-shot reranking goes by."""
     seed: int = 0
     """For random."""
+    temperature: float = 1.0
+    """For mixtures: weights are the softmax of scores divided by it."""
     compare: Annotated[str | None, arg(metavar="A,B")] = None
     """Also tell how many nats a token strategy A differs from B, with a 95% interval."""
 
-    def names(self, *, ranked: bool = False) -> list[str]:
-        """The strategies to report; `ranked` tells whether there are RankingTables."""
+    def names(self, *, ranked: bool = False, by_another: bool = False) -> list[str]:
+        """The strategies to report, by what there is beside ScoreTables (`eval.report.check_strategies`)."""
         from eval.report import check_strategies
 
         at_least(1, zero_shot_tokens=self.zero_shot_tokens)
-        self.compared(ranked=ranked)
-        return check_strategies(self.strategies, ranked=ranked)
+        if not self.temperature > 0:
+            raise UsageError(f"--temperature {self.temperature}: must be above 0")
+        self.compared(ranked=ranked, by_another=by_another)
+        return check_strategies(self.strategies, ranked=ranked, by_another=by_another)
 
-    def compared(self, *, ranked: bool) -> list[str]:
+    def compared(self, *, ranked: bool, by_another: bool) -> list[str]:
         """The two strategies to compare, or none.
 
         Raises:
@@ -253,37 +259,55 @@ class ReportOptions:
         """
         from eval.report import check_strategies
 
-        names = check_strategies(self.compare, ranked=ranked) if self.compare is not None else []
+        names = []
+        if self.compare is not None:
+            names = check_strategies(self.compare, ranked=ranked, by_another=by_another)
         if len(names) not in (0, 2):
             raise UsageError(f"--compare {self.compare}: name two strategies, separated by a comma")
         return names
 
-    def show(self, tables: Sequence[str], json_file: str | None, rankings: Sequence[str] = ()) -> None:
+    def show(
+        self,
+        tables: Sequence[str],
+        json_file: str | None,
+        rankings: Sequence[str] = (),
+        rankers: Sequence[str] = (),
+    ) -> None:
         """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them.
 
         Args:
             rankings: RankingTables, one for all ScoreTables or one for each.
+            rankers: other readers' ScoreTables, likewise.
 
         Raises:
             UsageError: another number of them.
         """
-        from eval.report import format_report, make_report
+        from eval.report import Beside, format_report, make_report
         from ralm_jax.text import write_text
 
-        if len(rankings) not in (0, 1, len(tables)):
-            raise UsageError(f"--ranking: name one RankingTable for all {len(tables)} ScoreTables, or one for each")
-        names, compare = self.names(ranked=bool(rankings)), self.compared(ranked=bool(rankings))
-        ranked = list(rankings) if len(rankings) == len(tables) else [*rankings, None][:1] * len(tables)
+        ranked, by_another = each(rankings, tables, "--ranking"), each(rankers, tables, "--zero-shot-by")
+        there = {"ranked": bool(rankings), "by_another": bool(rankers)}
+        names, compare = self.names(**there), self.compared(**there)
+        beside = Beside(self.zero_shot_tokens, self.seed, self.temperature)
         reports = [
-            make_report(
-                table, names, zero_shot_tokens=self.zero_shot_tokens, seed=self.seed, ranked=own, compare=compare
-            )
-            for table, own in zip(tables, ranked, strict=True)
+            make_report(table, names, beside=beside, ranked=own, by_another=other, compare=compare)
+            for table, own, other in zip(tables, ranked, by_another, strict=True)
         ]
         if json_file:
             content = [report.to_json() for report in reports]
             write_text(json_file, json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
         print("\n\n".join(format_report(report) for report in reports))
+
+
+def each(named: Sequence[str], tables: Sequence[str], option: str) -> list[str | None]:
+    """What belongs to each of `tables`: the only one of `named`, its own, or None where there are none.
+
+    Raises:
+        UsageError: another number of them.
+    """
+    if len(named) not in (0, 1, len(tables)):
+        raise UsageError(f"{option}: name one for all {len(tables)} ScoreTables, or one for each")
+    return list(named) if len(named) == len(tables) else [*named, None][:1] * len(tables)
 
 
 def check_new_file(path: str, overwrite: bool) -> None:

@@ -114,6 +114,17 @@ def mixture(scores: Scores, values: np.ndarray, temperature: float = 1.0) -> np.
     return np.where(np.isnan(target[:, 0]), np.nan, np.where(there.any(axis=1, keepdims=True), mixed, target[:, 0]))
 
 
+def retrieval_mixture(scores: Scores, temperature: float = 1.0) -> np.ndarray:
+    """`mixture` by the retriever's scores, as REPLUG has it.
+
+    Raises:
+        UsageError: the table does not keep them.
+    """
+    if scores.retrieval_scores is None:
+        raise UsageError("a mixture goes by the retriever's scores, which this table does not keep; score anew")
+    return mixture(scores, scores.retrieval_scores, temperature)
+
+
 def logsumexp(values: np.ndarray) -> np.ndarray:
     """Over the second axis; -inf where all are."""
     if not values.shape[1]:

@@ -29,6 +29,7 @@ class Scores:
         passages: (J, k) int64 rows of the corpus, -1 for none.
         token_ends: (L,) int64, one past the last character of each token of the text up to the last scored one.
         begins: (J,) int64, the character at which each stride begins.
+        retrieval_scores: (J, k) float32, the retriever's; None in a table of before they were kept.
         settings: what the table was made with.
         about: what is known of the text: tokens, words, overlap with the passages.
     """
@@ -41,6 +42,7 @@ class Scores:
     begins: np.ndarray
     settings: dict[str, Any]
     about: dict[str, Any]
+    retrieval_scores: np.ndarray | None = None
 
     @property
     def num_passages(self) -> np.ndarray:
@@ -49,8 +51,16 @@ class Scores:
 
     def first_k(self, k: int) -> "Scores":
         """The table of the first `k` passages alone; `about` stays that of all."""
-        past, target = self.past[:, : 1 + k], self.target[:, : 1 + k]
-        return replace(self, past=past, target=target, passages=self.passages[:, :k], settings=self.settings | {"k": k})
+        past, target, passages = self.past[:, : 1 + k], self.target[:, : 1 + k], self.passages[:, :k]
+        retrieval = None if self.retrieval_scores is None else self.retrieval_scores[:, :k]
+        return replace(
+            self,
+            past=past,
+            target=target,
+            passages=passages,
+            retrieval_scores=retrieval,
+            settings=self.settings | {"k": k},
+        )
 
 
 class ScoreTable:
@@ -61,6 +71,7 @@ class ScoreTable:
         folder: "Folder",
         *,
         passages: np.ndarray,
+        retrieval_scores: np.ndarray,
         token_ends: np.ndarray,
         begins: np.ndarray,
         past: int,
@@ -70,16 +81,18 @@ class ScoreTable:
     ):
         """
         Args:
-            passages: (J, k), as in `Scores`; known before anything is scored, and written now.
+            passages, retrieval_scores: (J, k), as in `Scores`; known before anything is scored, and written now.
             token_ends, begins: (L,) and (J,), as in `Scores`; likewise.
             past, stride: p and s.
             first: scored tokens of the first window.
             chunk: strides a chunk, if the table is new.
         """
         self.past = past
-        for name, values in (("passages", passages), ("token_ends", token_ends), ("begins", begins)):
+        whole = {"passages": passages, "token_ends": token_ends, "begins": begins, "retrieval_scores": retrieval_scores}
+        for name, values in whole.items():
             rows = (min(ROWS_A_CHUNK, max(1, len(values))), *(max(1, size) for size in values.shape[1:]))
-            folder.array(name, values.shape, rows, "int64", -2)[:] = values
+            dtype, fill = ("int64", -2) if values.dtype.kind == "i" else ("float32", np.nan)
+            folder.array(name, values.shape, rows, dtype, fill)[:] = values
         shape = (len(passages), 1 + passages.shape[1], past + stride)
         self._first = folder.array("first_window", (first,), (first,), "float32", np.nan)
         self._log_probs = folder.array("log_probs", shape, (chunk, *shape[1:]), "float32", np.nan)
@@ -119,7 +132,9 @@ def open_scores(location: str) -> Scores:
         begins = folder.read("begins")
     else:  # a table of before strides could be another tokenizer's
         begins = token_ends[len(first) + folder.settings["stride"] * np.arange(len(passages))]
-    missing = int((np.isnan(log_probs[:, 0, 0]) | (passages < -1).any(axis=1)).sum())
+    retrieval = folder.read("retrieval_scores") if "retrieval_scores" in folder.manifest["arrays"] else None
+    incomplete = np.isnan(log_probs[:, 0, 0]) | (passages < -1).any(axis=1)
+    missing = int((incomplete if retrieval is None else incomplete | np.isnan(retrieval).any(axis=1)).sum())
     if missing or np.isnan(first).any() or (token_ends < 0).any() or (begins < 0).any() or "tokens" not in folder.about:
         raise RalmError(
             f"{location}: not complete, {missing} of {len(log_probs)} strides are missing; repeat the scoring command "
@@ -134,4 +149,5 @@ def open_scores(location: str) -> Scores:
         begins=begins,
         settings=folder.settings,
         about=folder.about,
+        retrieval_scores=retrieval,
     )

@@ -46,7 +46,7 @@ def test_smiles(shared, tmp_path, one_device, name):
     model = shared / "data/weights" / name
     expected, scores = run(folder, model, folder, tmp_path / "scores", one_device, k=8)
     for ours, theirs in NAMES.items():
-        chosen = policies(zero_shot_tokens=16)[ours](scores)
+        chosen = policies()[ours](scores)
         reference = expected[theirs]
         assert text_perplexity(scores, chosen).token_ppl == pytest.approx(reference["perplexity"], rel=1e-4)
         for mine, golden in zip(token_nll(scores, chosen), reference["token_nll"], strict=True):
@@ -75,7 +75,7 @@ def test_luke_whole(shared, tmp_path, smollm2_gguf, one_device):
     for ours, theirs in NAMES.items():
         if theirs not in expected:
             continue
-        chosen = policies(zero_shot_tokens=16)[ours](scores)
+        chosen = policies()[ours](scores)
         assert text_perplexity(scores, chosen).token_ppl == pytest.approx(expected[theirs]["perplexity"], rel=1e-4)
         for mine, golden in zip(token_nll(scores, chosen), expected[theirs]["token_nll"], strict=True):
             np.testing.assert_allclose(mine, golden, atol=2e-4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eval.metrics import paired_difference, perplexity, text_perplexity
-from eval.report import Report, check_strategies, format_report, policies
+from eval.report import Beside, Report, check_strategies, format_report, policies
 from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import Scores
@@ -81,7 +81,7 @@ def test_predictive(scores):
     values = np.array([[-2.0, -1.0], [0.0, 9.0], [3.0, 3.0]], np.float32)
     assert ranking.predictive(scores, values).tolist() == [2, 1, 0]
     assert ranking.predictive(scores, np.zeros((3, 2), np.float32)).tolist() == [1, 1, 0]
-    assert policies(values=values)["predictive"](scores).tolist() == [2, 1, 0]
+    assert policies(Beside(values=values))["predictive"](scores).tolist() == [2, 1, 0]
 
 
 def test_the_oracle_is_never_worse_than_a_passage(scores):
@@ -102,11 +102,12 @@ def test_random_is_seeded_and_takes_only_what_is_there(scores):
 
 
 def test_a_table_without_passages(scores):
-    bare = dataclasses.replace(
-        scores, past=scores.past[:, :1], target=scores.target[:, :1], passages=np.zeros((3, 0), np.int64)
-    )
-    for policy in policies(2).values():
-        assert policy(bare).tolist() == [0, 0, 0]
+    bare = dataclasses.replace(scores, retrieval_scores=np.zeros((3, 2), np.float32)).first_k(0)
+    for name, policy in policies(Beside(2, values=np.zeros((3, 0)), ranker=bare)).items():
+        if name.endswith("mixture"):
+            np.testing.assert_array_equal(policy(bare), scores.target[:, 0])
+        else:
+            assert policy(bare).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -136,7 +137,9 @@ def test_perplexities_that_are_no_number():
 
 
 def test_report(scores):
-    report = Report("tables/x", scores, {n: text_perplexity(scores, policies(2)[n](scores)) for n in policies(2)})
+    known = policies(Beside(2))
+    names = ("none", "first", "random", "zero-shot", "oracle")
+    report = Report("tables/x", scores, {name: text_perplexity(scores, known[name](scores)) for name in names})
     printed = format_report(report)
     assert "The first passage raises token perplexity by 74.3% (6.612 to 11.524)." in printed
     assert "8 tokens scored in 4 strides; token perplexity is over 9 tokens, word perplexity over 4 words." in printed
@@ -149,11 +152,13 @@ def test_report(scores):
 def test_strategies_are_checked():
     assert check_strategies("none, first") == ["none", "first"]
     for listed in ("none,best", "", ","):
-        with pytest.raises(UsageError, match="expected some of none, first, random, zero-shot, oracle"):
+        with pytest.raises(UsageError, match="expected some of none, first, random, zero-shot, zero-shot-by, predic"):
             check_strategies(listed)
     assert check_strategies("predictive", ranked=True) == ["predictive"]
     with pytest.raises(UsageError, match="predictive goes by a RankingTable: make one with `ralm rerank`"):
         check_strategies("first,predictive")
+    with pytest.raises(UsageError, match="strategy zero-shot-by goes by another reader's ScoreTable: make one with"):
+        check_strategies("zero-shot-by", ranked=True)
 
 
 def test_report_of_a_comparison(scores):
@@ -179,6 +184,14 @@ class TestBeyondThePaper:
         result = text_perplexity(scores, mixed)
         assert result.nll == pytest.approx(-(-6 + np.nansum(mixed)))
         assert (result.scored_tokens, result.strides_without_passage) == (8, 2)
+
+    def test_the_retrievers_mixture(self, scores):
+        values = np.array([[1.0, 3.0], [5.0, 0.0], [0, 0]], np.float32)
+        kept = dataclasses.replace(scores, retrieval_scores=values)
+        np.testing.assert_array_equal(ranking.retrieval_mixture(kept, 2.0), ranking.mixture(scores, values, 2.0))
+        assert paired_difference(kept, ranking.retrieval_mixture(kept), ranking.none(kept)).tokens == 5
+        with pytest.raises(UsageError, match="which this table does not keep; score anew"):
+            ranking.retrieval_mixture(scores)
 
     def test_a_mixture_of_very_small_probabilities(self, scores):
         scores.target[0, 1:] = -2000

@@ -229,7 +229,7 @@ class TestCommands:
             ([*report, "--compare", "predictive,first"], 2, "make one with `ralm rerank`"),
             ([*report, "--compare", "first"], 2, "--compare first: name two strategies"),
             ([*report, "--compare", "first,best"], 2, "expected some of none, first"),
-            ([*report, "--ranking", "ranking", "ranking"], 2, "name one RankingTable for all 1 ScoreTables, or one"),
+            ([*report, "--ranking", "ranking", "ranking"], 2, "--ranking: name one for all 1 ScoreTables, or one"),
             ([*report, "--ranking", "retrieval", "--strategies", "predictive"], 2, "no ranking there (but retrieval)"),
             (["lm", "--model", "model", "--text", "text.txt", "--corpus", "corpus.jsonl", "--out", "all",
               "--strategies", "predictive"], 2, "make one with `ralm rerank`"),

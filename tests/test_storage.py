@@ -164,7 +164,15 @@ class TestScoreTable:
     def table(self, folder):
         passages = np.array([[-1], [4], [7], [7], [-1]])
         return ScoreTable(
-            folder, passages=passages, token_ends=np.arange(9), begins=np.arange(5), past=1, stride=2, first=3, chunk=2
+            folder,
+            passages=passages,
+            retrieval_scores=np.ones((5, 1), np.float32),
+            token_ends=np.arange(9),
+            begins=np.arange(5),
+            past=1,
+            stride=2,
+            first=3,
+            chunk=2,
         )
 
     def test_written_in_any_order(self, folder):
@@ -186,7 +194,9 @@ class TestScoreTable:
         assert scores.num_passages.tolist() == [0, 1, 1, 1, 0]
         assert scores.token_ends.tolist() == list(range(9))
 
-    @pytest.mark.parametrize("array", ["passages", "token_ends", "begins", "log_probs", "first_window"])
+    @pytest.mark.parametrize(
+        "array", ["passages", "retrieval_scores", "token_ends", "begins", "log_probs", "first_window"]
+    )
     def test_a_lost_chunk_is_missed(self, tmp_path, folder, array):
         table = self.table(folder)
         for chunk in table.missing():
@@ -202,8 +212,8 @@ class TestScoreTable:
     def test_nothing_but_a_first_window(self, tmp_path):
         folder = Folder.create(str(tmp_path / "t"), KIND, {"past": 1})
         table = ScoreTable(
-            folder, passages=np.zeros((0, 0), np.int64), token_ends=np.arange(4), begins=np.zeros(0, np.int64), past=1,
-            stride=2, first=3, chunk=2,
+            folder, passages=np.zeros((0, 0), np.int64), retrieval_scores=np.zeros((0, 0), np.float32),
+            token_ends=np.arange(4), begins=np.zeros(0, np.int64), past=1, stride=2, first=3, chunk=2,
         )  # fmt: skip
         assert table.missing() == []
         table.write_first_window(np.full(3, -1, np.float32))
