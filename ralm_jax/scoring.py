@@ -207,7 +207,8 @@ class JoinedPassages:
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
         """int32 tokens of each of the groups `ids` (n,); empty where the id is -1."""
-        rows = np.where(ids[:, None] >= 0, self._groups[ids, ::-1], -1)
+        rows = np.full((len(ids), self._groups.shape[1]), -1)
+        rows[ids >= 0] = self._groups[ids[ids >= 0], ::-1]
         tokens = iter(self._encode(rows.ravel()))
         return [np.concatenate([next(tokens) for _ in group]) for group in rows]
 
