@@ -83,9 +83,7 @@ def score(
     """
     at_least(0, k=k)
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
-    if len(tokens) < 2:
-        raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
-    check_reader(reader, tokenizer, tokens, strides.window)
+    check_reader(text, reader, tokenizer, tokens, strides.window)
     schedule = make_schedule(len(tokens), strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
     rows, passages = candidate_rows(retrieved, text, tokens, tokenizer, schedule, strides, k)
@@ -129,13 +127,15 @@ def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:
         raise RalmError(f"{location}: the scores without passage are not of this reader and these windows: {listed}")
 
 
-def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
+def check_reader(text: Text, reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
     """Refuses a text or a window that the reader cannot take.
 
     Raises:
         UsageError: a window longer than the reader's learned positions.
-        RalmError: a token that the reader does not have.
+        RalmError: nothing to score, or a token that the reader does not have.
     """
+    if len(tokens) < 2:
+        raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
     config = reader.config
     highest = max(int(tokens.max()), *tokenizer.prefix, 0)
     if highest >= config.vocab_size:

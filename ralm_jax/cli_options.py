@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg, create_mutex_group
 
 from ralm_jax.errors import UsageError
-from ralm_jax.settings import IfExists, at_least
+from ralm_jax.settings import IfExists, WindowSettings, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,6 +146,17 @@ class ReportOptions:
 
         at_least(1, zero_shot_tokens=self.zero_shot_tokens)
         return check_strategies(self.strategies)
+
+    def check_past(self, windows: WindowSettings) -> None:
+        """
+        Raises:
+            UsageError: fewer past tokens are to be scored than zero-shot reranking goes by.
+        """
+        if "zero-shot" in self.names() and self.zero_shot_tokens > windows.past:
+            raise UsageError(
+                f"zero-shot reranking by {self.zero_shot_tokens} tokens needs as many past tokens, not "
+                f"{windows.past}: raise --past, or lower --zero-shot-tokens"
+            )
 
     def show(self, tables: Sequence[str], json_file: str | None) -> None:
         """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them."""
