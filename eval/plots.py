@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from eval.sweep import Row
+from eval.sweep_rows import Row
 from ralm_jax.errors import UsageError
 from ralm_jax.text import replacing
 
@@ -21,8 +21,8 @@ LABELS = {
 }
 FIELDS = {"reader": "{}", "retriever": "{}", "query-length": "query length {}", "stride": "stride {}", "k": "k {}",
           "window": "window {}"}  # fmt: skip
-MARKERS = {"first": "o", "random": "x", "zero-shot": "s", "oracle": "^"}
-LINES = {"first": "-", "random": ":", "zero-shot": "--", "oracle": "-."}
+STYLES = (("o", "-"), ("s", "-."), ("^", ":"), ("D", (0, (1, 3))))  # marker and line of each strategy
+NONE = (0, (6, 3))  # its line, dashed
 
 
 def x_axis(sizes: Mapping[str, int], asked: str | None = None) -> str | None:
@@ -71,6 +71,7 @@ def picture(rows: Sequence[Row], x: str | None, text: str) -> "Figure":
     axes.set_ylabel(f"perplexity per {'word' if words else 'token'}")
     axes.set_title(f"{text}\n{', '.join(shared(rows))}", fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return figure
@@ -110,16 +111,17 @@ def draw_lines(axes: "Axes", rows: Sequence[Row], x: str, words: bool) -> None:
     """A line for whatever else varies and every strategy; dashed ones without passages."""
     places = {one: float(one) for one in values(rows, x)} if x != "reader" else reader_places(rows)
     ranked = [row for row in rows if row.strategy != "none"]
+    styles = dict(zip(dict.fromkeys(row.strategy for row in ranked), cycle(STYLES), strict=False))
     for i, (label, group) in enumerate(grouped(ranked, x).items()):
         for strategy in dict.fromkeys(row.strategy for row in group):
             points = sorted((places[value(row, x)], ppl(row, words)) for row in group if row.strategy == strategy)
             axes.plot(
-                *zip(*points, strict=True), color=f"C{i}", marker=MARKERS[strategy], linestyle=LINES[strategy],
+                *zip(*points, strict=True), color=f"C{i}", marker=styles[strategy][0], linestyle=styles[strategy][1],
                 label=", ".join(filter(None, (label, strategy))),
             )  # fmt: skip
     greys = cycle(("0.3", "0.5", "0.7"))
     for label, group in grouped([row for row in rows if row.strategy == "none"], x).items():
-        style: dict[str, Any] = {"color": next(greys), "linestyle": (0, (6, 3)), "label": f"{label}, none".strip(", ")}
+        style: dict[str, Any] = {"color": next(greys), "linestyle": NONE, "label": f"{label}, none".strip(", ")}
         if value(group[0], x) is None:
             axes.axhline(ppl(group[0], words), **style)
         else:
@@ -155,5 +157,5 @@ def draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
         axes.bar_label(bars, fmt="{:,.2f}", fontsize="small")
     for row in rows:
         if row.strategy == "none":
-            axes.axhline(ppl(row, False), color="0.3", linestyle=(0, (6, 3)), label="none")
+            axes.axhline(ppl(row, False), color="0.3", linestyle=NONE, label="none")
     axes.set_xticks(range(len(retrievers)), labels=retrievers)

@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Perplexity over a grid: a table, the same as CSV, and a plot. --model, --index, --query-length, --stride, --k and
-    --window take one value or several. Tables that an earlier sweep left in the folder are used again, and unfinished
-    ones finished."""
+    """Perplexity over a grid of settings, as a table, a CSV and a plot.
+
+    --model, --index, --query-length, --stride, --k and --window take one value or several. Tables that an earlier sweep
+    left in the folder are used again, and unfinished ones finished."""
 
     model: tuple[str, ...]
     """Readers: folders, .gguf files or Hugging Face ids."""
@@ -49,8 +50,8 @@ class Sweep:
     x: Literal["query-length", "stride", "k", "window", "reader"] | None = None
     """What the plot's lines are drawn over. Default: the first of these with several values; bars if there is none."""
     limit_strides: int | None = None
-    """Only the first so many of the largest strides in the largest window; the others predict the same tokens. Default:
-    all."""
+    """Only the first so many strides, of the largest stride in the largest window; the others predict the same tokens.
+    Default: all."""
     preset: Preset = "default"
     """ai21: special tokens and title exclusion as in the paper's released code."""
     query_tokens: QueryTokens = "reader"
@@ -68,6 +69,7 @@ class Sweep:
     def run(self) -> None:
         from eval import plots, sweep
         from eval.report import policies
+        from eval.sweep_rows import format_csv, format_rows
         from ralm_jax.text import read_text, write_text
 
         self.report.check_past(self.windows)
@@ -82,9 +84,9 @@ class Sweep:
         )  # fmt: skip
         rows = made.run(strategies, dataclasses.asdict(self))
         out = Path(self.out).expanduser()
-        write_text(str(out / "sweep.csv"), sweep.format_csv(rows))
+        write_text(str(out / "sweep.csv"), format_csv(rows))
         plots.draw(str(out / "sweep.png"), rows, x, Path(self.text).name)
-        print(f"{sweep.format_rows(rows)}\n\nTables, sweep.csv and sweep.png are in {self.out}.")
+        print(f"{format_rows(rows)}\n\nTables, sweep.csv and sweep.png are in {self.out}.")
 
     def grid(self, retrieves: bool) -> "Grid":
         """

@@ -22,7 +22,8 @@ import retrieval.query
 from eval.metrics import Perplexity
 from eval.plots import draw, picture, x_axis
 from eval.report import make_report, policies
-from eval.sweep import Row, format_csv, format_rows, stride_grid
+from eval.sweep import stride_grid
+from eval.sweep_rows import Row, format_csv, format_rows
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import Scorer
@@ -457,6 +458,12 @@ class TestPlot:
         assert [x for x, _ in lines["none"]] == [3, 6]
         assert axes.get_xscale() == "linear"
 
+    def test_strategies_differ_in_marker_and_line(self):
+        strategies = [name for name in policies() if name != "none"]
+        (axes,) = picture([row(250.0, k=k, strategy=s) for k in (1, 2) for s in strategies], "k", "wiki").axes
+        assert list(self.lines(axes)) == strategies
+        assert len({(line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}) == len(strategies)
+
     def test_two_axes_and_strategies(self):
         rows = [none_row(window=window) for window in (512, 1024)]
         rows += [row(200.0 + k, k=k, window=w, strategy=s) for k in (1, 4) for w in (512, 1024)
@@ -504,12 +511,6 @@ class TestPlot:
     def test_no_state_is_left_behind(self, tmp_path):
         draw(str(tmp_path / "a.png"), [none_row(), row(250.0)], None, "wiki")
         assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_policies_have_a_style():
-    from eval.plots import LINES, MARKERS
-
-    assert LINES.keys() == MARKERS.keys() == policies().keys() - {"none"}
 
 
 def test_a_table_that_cannot_be_made(tmp_path):
