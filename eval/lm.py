@@ -93,9 +93,7 @@ def score(
     """
     at_least(0, k=k)
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
-    if len(tokens) < 2:
-        raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
-    check_reader(reader, tokenizer, tokens, strides.window)
+    check_reader(text, reader, tokenizer, tokens, strides.window)
     if strides_of_retrieval:
         schedule, strides, characters = retrieved_schedule(retrieved, text, offsets[:, 1], strides, windows.past)
     else:
@@ -152,13 +150,15 @@ def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:
         raise RalmError(f"{location}: the scores without passage are not of this reader and these windows: {listed}")
 
 
-def check_reader(reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
+def check_reader(text: Text, reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
     """Refuses a text or a window that the reader cannot take.
 
     Raises:
         UsageError: a window longer than the reader's learned positions.
-        RalmError: a token that the reader does not have.
+        RalmError: nothing to score, or a token that the reader does not have.
     """
+    if len(tokens) < 2:
+        raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
     config = reader.config
     highest = max(int(tokens.max()), *tokenizer.prefix, 0)
     if highest >= config.vocab_size:

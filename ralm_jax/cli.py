@@ -29,6 +29,7 @@ from ralm_jax.cli_options import (
 )
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
+from ralm_jax.cli_sweep import Sweep
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
@@ -275,11 +276,7 @@ class LM:
         from eval.lm import language_model
 
         self.windows.passage_limit(self.strides)  # known before anything is loaded
-        if "zero-shot" in self.report.names() and self.report.zero_shot_tokens > self.windows.past:
-            raise UsageError(
-                f"zero-shot reranking by {self.report.zero_shot_tokens} tokens needs as many past tokens, not "
-                f"{self.windows.past}: raise --past, or lower --zero-shot-tokens"
-            )
+        self.report.check_past(self.windows)
         batch_size, text, excluded = self.reader.windows_a_batch(), self.text.read(), self.exclude.titles(self.text)
         passages, count, source = self.passages.open(self.corpus, self.text.dataset, self.text.data_path)
         tokenizer, reader = self.reader.load(self.model)
@@ -313,6 +310,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": Report,
     "search": Search,
     "lm": LM,
+    "sweep": Sweep,
     "eval-retrieval": EvalRetrieval,
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,
@@ -345,7 +343,8 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
-        fail("interrupted" + ("; finished chunks are kept, and --resume goes on from there" if resumable else ""), 130)
+        again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
+        fail("interrupted" + (f"; finished chunks are kept, and {again} goes on from there" if again else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg, create_mutex_group
 
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.settings import IfExists, Split, TextDataset, at_least
+from ralm_jax.settings import IfExists, Split, TextDataset, WindowSettings, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -250,6 +250,17 @@ class ReportOptions:
             raise UsageError(f"--temperature {self.temperature}: must be above 0")
         self.compared(ranked=ranked, by_another=by_another)
         return check_strategies(self.strategies, ranked=ranked, by_another=by_another)
+
+    def check_past(self, windows: WindowSettings) -> None:
+        """
+        Raises:
+            UsageError: fewer past tokens are to be scored than zero-shot reranking goes by.
+        """
+        if "zero-shot" in self.names() and self.zero_shot_tokens > windows.past:
+            raise UsageError(
+                f"zero-shot reranking by {self.zero_shot_tokens} tokens needs as many past tokens, not "
+                f"{windows.past}: raise --past, or lower --zero-shot-tokens"
+            )
 
     def compared(self, *, ranked: bool, by_another: bool) -> list[str]:
         """The two strategies to compare, or none.

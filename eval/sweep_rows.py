@@ -1,0 +1,104 @@
+"""What a sweep finds, row by row: for a terminal and as CSV."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.metrics import Perplexity
+from eval.report import number
+
+
+@dataclass(frozen=True)
+class Row:
+    """The perplexity of one cell under one strategy.
+
+    Attributes:
+        retriever, query_length, k: None for the strategy "none", which does not depend on them.
+        parameters: of the reader.
+        table: name of the ScoreTable's folder.
+        none: the perplexity without passages.
+    """
+
+    reader: str
+    parameters: int
+    retriever: str | None
+    query_length: int | None
+    stride: int
+    k: int | None
+    window: int
+    strategy: str
+    table: str
+    result: Perplexity
+    none: Perplexity
+
+    @property
+    def vs_none(self) -> float | None:
+        """Change of the token perplexity in percent."""
+        ours, plain = self.result.token_ppl, self.none.token_ppl
+        return 100 * (ours / plain - 1) if ours and plain else None
+
+
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "reader": lambda row: row.reader,
+    "retriever": lambda row: row.retriever,
+    "query_length": lambda row: row.query_length,
+    "stride": lambda row: row.stride,
+    "k": lambda row: row.k,
+    "window": lambda row: row.window,
+    "strategy": lambda row: row.strategy,
+    "token_ppl": lambda row: row.result.token_ppl,
+    "word_ppl": lambda row: row.result.word_ppl,
+    "vs_none_percent": lambda row: row.vs_none,
+    "strides_without_passage": lambda row: row.result.strides_without_passage,
+    "strides": lambda row: row.result.strides,
+    "tokens": lambda row: row.result.tokens,
+    "scored_tokens": lambda row: row.result.scored_tokens,
+    "words": lambda row: row.result.words,
+    "nll": lambda row: row.result.nll,
+    "parameters": lambda row: row.parameters,
+    "table": lambda row: row.table,
+}
+
+
+def format_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV with a header; empty where there is no value."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([value(row) for value in COLUMNS.values()] for row in rows)
+    return file.getvalue()
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The rows as a table for a terminal."""
+    header = ["reader", "retriever", "query", "stride", "k", "window", "strategy",
+              "token ppl", "word ppl", "vs none", "no passage"]  # fmt: skip
+    cells = [
+        [
+            *(("-" if value is None else f"{value}") for value in
+              (row.reader, row.retriever, row.query_length, row.stride, row.k, row.window, row.strategy)),
+            number(row.result.token_ppl), number(row.result.word_ppl),
+            "-" if row.vs_none is None else f"{row.vs_none:+.1f}%", f"{row.result.strides_without_passage:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    left = {0, 1, 6}
+    lines = [
+        "  ".join(cell.ljust(width) if i in left else cell.rjust(width)
+                  for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in (header, *cells)
+    ]  # fmt: skip
+    covered = {(row.result.tokens, row.result.words) for row in rows}
+    tokens, words = zip(*sorted(covered), strict=True)
+    lines += ["", f"Token perplexity is over {span(tokens)} tokens, word perplexity over {span(words)} words."]
+    if len(set(words)) > 1:
+        lines.append("These are different parts of the text: compare the cells with care.")
+    return "\n".join(lines)
+
+
+def span(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
