@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from tqdm import tqdm
 
@@ -70,9 +69,7 @@ def build_index(
     folder.about["source"] = source or {}
     folder.write_manifest()
 
-    check_room(
-        location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), numba.get_num_threads(), announce
-    )
+    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), announce)
     with writing(parts):
         parts.mkdir(exist_ok=True)
     paths = []

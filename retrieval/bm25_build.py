@@ -162,7 +162,7 @@ def quantised_length(length: int) -> int:
     return length - rest + (rest >> shift << shift)
 
 
-def check_room(location: str, count: int, sample: Sequence[str], threads: int, announce: Callable[[str], None]) -> None:
+def check_room(location: str, count: int, sample: Sequence[str], announce: Callable[[str], None]) -> None:
     """Says what the index takes before it is made, if that is much.
 
     Raises:
@@ -172,7 +172,7 @@ def check_room(location: str, count: int, sample: Sequence[str], threads: int, a
     building = 3 * postings  # the parts, the arrays, and the copy of these that bm25s saves
     if building >= WORTH_SAYING:
         announce(
-            f"{location}: {count:,} passages, about {megabytes(postings)} of postings, {megabytes(building)} of disk "
-            f"while it is built, and {megabytes(16 * count * threads)} of memory for a search"
+            f"{location}: {count:,} passages, about {megabytes(postings)} of postings, and {megabytes(building)} of "
+            "disk while it is built"
         )
     check_disk(location, building)
