@@ -8,6 +8,7 @@ passages that have any term at all.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +167,10 @@ class BM25Index:
 
     def _terms(self, queries: Sequence[str]) -> Queries:
         """The known terms of each query."""
-        ids: list[int] = []
-        counts: list[int] = []
-        pointers = [0]
-        for query in queries:
-            found: dict[int, int] = {}
-            for term in analyzer.analyze(query):
-                number = self.vocabulary.get(term)
-                if number is not None:
-                    found[number] = found.get(number, 0) + 1
-            ids += sorted(found)
-            counts += [found[number] for number in sorted(found)]
-            pointers.append(len(ids))
-        return Queries(np.array(ids, np.int64), np.array(counts, np.float64), np.array(pointers, np.int64))
+        known, size = self.vocabulary, len(self.vocabulary)
+        numbers = [[known[term] for term in analyzer.analyze(query) if term in known] for query in queries]
+        keys = np.repeat(np.arange(len(queries)) * size, [len(found) for found in numbers])
+        keys += np.fromiter(chain.from_iterable(numbers), np.int64, len(keys))
+        pairs, counts = np.unique(keys, return_counts=True)
+        pointers = np.searchsorted(pairs, np.arange(len(queries) + 1) * size)
+        return Queries(pairs % max(1, size), counts.astype(np.float64), pointers)
