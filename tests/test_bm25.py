@@ -3,6 +3,11 @@
 import gzip
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +41,15 @@ def files(folder):
 def hits(built, query, k=10, **options):
     found = built.search([query], k, **options)
     return found.rows[0][found.rows[0] >= 0].tolist()
+
+
+def killed(*_):
+    os._exit(1)
+
+
+def slow(*_):
+    os.write(1, f"{os.getpid()}\n".encode())  # in one piece
+    time.sleep(60)
 
 
 def reference(texts, query, k1=0.9, b=0.4):
@@ -233,14 +247,56 @@ class TestFolder:
         texts = [" ".join(np.random.default_rng(i).choice(tiny.WORDS, i % 9)) for i in range(50)]
         whole = index(tmp_path, *texts, name="whole")
         monkeypatch.setattr("retrieval.bm25.PART", 7)
-        assert files(tmp_path / "whole") == files(Path(index(tmp_path, *texts, name="parts").location))
+        for workers in (1, 2):
+            monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda workers=workers: workers)
+            parts = index(tmp_path, *texts, name=f"by {workers}")
+            assert files(tmp_path / "whole") == files(Path(parts.location))
         assert whole.about["terms"] > 50
+
+    def test_processes_that_make_parts_do_without_jax(self):
+        loaded = "import sys, retrieval.bm25_build; print(sorted({'jax', 'numba', 'bm25s'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
+
+    def test_a_process_that_was_killed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
+        monkeypatch.setattr("retrieval.bm25_build.make_part", killed)
+        with pytest.raises(RalmError, match="was killed; free some memory, and go on with --resume"):
+            index(tmp_path, *["red fish"] * 30)
+        monkeypatch.undo()
+        assert hits(index(tmp_path, *["red fish"] * 30, if_exists="resume"), "red", 3) == [0, 1, 2]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_no_process_outlives_a_build(self, tmp_path, number):
+        """Ctrl-C and a kill; what one types at a terminal goes to the workers as well."""
+        code = (
+            "from retrieval import bm25, bm25_build; from tests.test_bm25 import Passage, slow\n"
+            "bm25_build.make_part, bm25.PART = slow, 1\n"
+            "bm25.numba.get_num_threads = lambda: 2\n"
+            f"bm25.build_index([Passage('', '', 'a b')] * 9, {str(tmp_path / 'i')!r}, progress=False)"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as started:
+            workers = {int(started.stdout.readline()) for _ in range(2)}
+            if number == signal.SIGINT:
+                os.killpg(started.pid, number)
+            else:
+                started.kill()
+            errors = started.communicate(timeout=30)[1]  # ends when nobody has the pipe
+        assert len(workers) == 2
+        assert errors.count("Traceback") == (number == signal.SIGINT)  # the one of this script
 
     def test_killed_and_resumed(self, tmp_path, monkeypatch):
         """Finished parts are not analysed again, and the index is the same to the byte."""
         texts = [f"ba{i} fish" for i in range(50)]
         index(tmp_path, *texts, name="whole")
         monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25_build.WORKERS", 1)
         seen = []
 
         def interrupted(part_texts):
@@ -250,7 +306,7 @@ class TestFolder:
                     raise KeyboardInterrupt
             return part_of(part_texts)
 
-        monkeypatch.setattr("retrieval.bm25.part_of", interrupted)
+        monkeypatch.setattr("retrieval.bm25_build.part_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             index(tmp_path, *texts)
         with pytest.raises(RalmError, match="not finished; repeat the command with --resume"):
