@@ -257,6 +257,13 @@ class TestFolder:
         loaded = "import sys, retrieval.bm25_build; print(sorted({'jax', 'numba', 'bm25s'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
 
+    def test_a_single_part_needs_no_process(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            "retrieval.bm25_build.ProcessPoolExecutor", lambda *_: pytest.fail("a process for one part")
+        )
+        monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
+        assert hits(index(tmp_path, "red fish", "blue bird"), "bird") == [1]
+
     def test_a_process_that_was_killed(self, tmp_path, monkeypatch):
         monkeypatch.setattr("retrieval.bm25.PART", 10)
         monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
