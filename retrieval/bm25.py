@@ -8,6 +8,7 @@ passages that have any term at all.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, part_of, write_part
+from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, write_parts
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages
 from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
@@ -42,7 +43,9 @@ def build_index(
     progress: bool | None = None,
     announce: Callable[[str], None] = log.info,
 ) -> "BM25Index":
-    """Indexes `passages` (title and text) into the folder `location`, part by part.
+    """Indexes `passages` (title and text) into the folder `location`, part by part, several parts at once.
+
+    Parts are made by processes; they import a script that calls this, which needs its `if __name__ == "__main__"`.
 
     Args:
         quantise_lengths: lengths as coarse as Lucene's, for the same scores.
@@ -70,20 +73,16 @@ def build_index(
     folder.about["source"] = source or {}
     folder.write_manifest()
 
-    check_room(
-        location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), numba.get_num_threads(), announce
-    )
+    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), announce)
     with writing(parts):
         parts.mkdir(exist_ok=True)
-    paths = []
-    with tqdm(total=len(stored), unit=" passages", disable=None if progress is None else not progress) as bar:
-        for start in range(0, len(stored), PART):
-            rows = range(start, min(start + PART, len(stored)))
-            paths.append(parts / f"{rows.start}-{rows.stop}.npz")
-            if not paths[-1].exists():
-                write_part(paths[-1], part_of(stored.contents(rows)))
-            bar.update(len(rows))
-    folder.about.update(merge_parts(paths, root / "bm25", k1, b, quantise_lengths))
+    rows = [range(len(stored))[start : start + PART] for start in range(0, len(stored), PART)]
+    wanted = {parts / f"{part.start}-{part.stop}.npz": part for part in rows}
+    missing = {path: part for path, part in wanted.items() if not path.exists()}
+    left = sum(map(len, missing.values()))
+    with tqdm(total=left, unit=" passages", disable=None if progress is None else not progress) as bar:
+        write_parts(root / "passages.arrow", missing, numba.get_num_threads(), bar.update)
+    folder.about.update(merge_parts(list(wanted), root / "bm25", k1, b, quantise_lengths))
     folder.write_manifest()
     remove_parts(parts)
     return BM25Index.open(location)
@@ -169,16 +168,10 @@ class BM25Index:
 
     def _terms(self, queries: Sequence[str]) -> Queries:
         """The known terms of each query."""
-        ids: list[int] = []
-        counts: list[int] = []
-        pointers = [0]
-        for query in queries:
-            found: dict[int, int] = {}
-            for term in analyzer.analyze(query):
-                number = self.vocabulary.get(term)
-                if number is not None:
-                    found[number] = found.get(number, 0) + 1
-            ids += sorted(found)
-            counts += [found[number] for number in sorted(found)]
-            pointers.append(len(ids))
-        return Queries(np.array(ids, np.int64), np.array(counts, np.float64), np.array(pointers, np.int64))
+        known, size = self.vocabulary, len(self.vocabulary)
+        numbers = [[known[term] for term in analyzer.analyze(query) if term in known] for query in queries]
+        keys = np.repeat(np.arange(len(queries)) * size, [len(found) for found in numbers])
+        keys += np.fromiter(chain.from_iterable(numbers), np.int64, len(keys))
+        pairs, counts = np.unique(keys, return_counts=True)
+        pointers = np.searchsorted(pairs, np.arange(len(queries) + 1) * size)
+        return Queries(pairs % max(1, size), counts.astype(np.float64), pointers)

@@ -1,12 +1,19 @@
-"""From passages to BM25's postings, in parts that a killed build keeps, with no more than a part in memory.
+"""From passages to BM25's postings, in parts that a killed build keeps, with no more than a part a process in memory.
 
-A part holds the postings of `PART` passages by term. Parts are then put together by two passes over them: one counts,
-one writes every posting to its place. The result is the same to the byte however the passages fall into parts.
+A part holds the postings of `PART` passages by term; several are made at once, each by a process of its own. Parts are
+then put together by two passes over them: one counts, one writes every posting to its place. The result is the same to
+the byte however the passages fall into parts.
 """
 
+import os
+import signal
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +22,10 @@ from ralm_jax.errors import RalmError
 from ralm_jax.storage import check_disk, megabytes
 from ralm_jax.text import writing
 from retrieval import analyzer
+from retrieval.corpus import Passages
 
-PART = 1 << 16  # passages; what a killed build can lose
+PART = 1 << 16  # passages; what a process of a killed build can lose
+WORKERS = 8  # processes at most: each has a part in memory, and the words that it has seen
 SAMPLE = 1000  # passages that the size is guessed from
 POSTING_BYTES = 8  # a row and a score
 WORTH_SAYING = 100e6  # bytes of disk that an index takes while it is built
@@ -62,6 +71,51 @@ def part_of(texts: Sequence[str]) -> Part:
         frequencies.astype(np.int32),
         lengths,
     )
+
+
+def write_parts(source: Path, parts: Mapping[Path, range], cores: int, done: Callable[[int], object]) -> None:
+    """Writes `parts`, by path and rows, of the passages at `source`; a single one without a process for it.
+
+    Args:
+        done: is told the passages of each part that is written.
+
+    Raises:
+        RalmError: a part cannot be written, or a process died.
+    """
+    workers = min(WORKERS, cores, len(parts))
+    if workers < 2:
+        for path, rows in parts.items():
+            done(make_part(source, path, rows))
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker)  # threads, JAX's too, survive no fork
+    try:
+        for written in as_completed([pool.submit(make_part, source, path, rows) for path, rows in parts.items()]):
+            done(written.result())
+    except BrokenProcessPool:
+        raise RalmError(
+            f"{source}: a process that analysed passages was killed; free some memory, and go on with --resume"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def begin_worker() -> None:
+    """Ctrl-C ends a worker without a traceback, and so does the death of its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    parent = parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+def make_part(source: Path, path: Path, rows: range) -> int:
+    """Writes one part; how many passages it has."""
+    write_part(path, part_of(Passages.open(source).contents(rows)))
+    return len(rows)
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -162,7 +216,7 @@ def quantised_length(length: int) -> int:
     return length - rest + (rest >> shift << shift)
 
 
-def check_room(location: str, count: int, sample: Sequence[str], threads: int, announce: Callable[[str], None]) -> None:
+def check_room(location: str, count: int, sample: Sequence[str], announce: Callable[[str], None]) -> None:
     """Says what the index takes before it is made, if that is much.
 
     Raises:
@@ -172,7 +226,7 @@ def check_room(location: str, count: int, sample: Sequence[str], threads: int, a
     building = 3 * postings  # the parts, the arrays, and the copy of these that bm25s saves
     if building >= WORTH_SAYING:
         announce(
-            f"{location}: {count:,} passages, about {megabytes(postings)} of postings, {megabytes(building)} of disk "
-            f"while it is built, and {megabytes(16 * count * threads)} of memory for a search"
+            f"{location}: {count:,} passages, about {megabytes(postings)} of postings, and {megabytes(building)} of "
+            "disk while it is built"
         )
     check_disk(location, building)

@@ -3,11 +3,15 @@
 import gzip
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import bm25s
-import numba
 import numpy as np
 import pytest
 
@@ -37,6 +41,15 @@ def files(folder):
 def hits(built, query, k=10, **options):
     found = built.search([query], k, **options)
     return found.rows[0][found.rows[0] >= 0].tolist()
+
+
+def killed(*_):
+    os._exit(1)
+
+
+def slow(*_):
+    os.write(1, f"{os.getpid()}\n".encode())  # in one piece
+    time.sleep(60)
 
 
 def reference(texts, query, k1=0.9, b=0.4):
@@ -234,14 +247,63 @@ class TestFolder:
         texts = [" ".join(np.random.default_rng(i).choice(tiny.WORDS, i % 9)) for i in range(50)]
         whole = index(tmp_path, *texts, name="whole")
         monkeypatch.setattr("retrieval.bm25.PART", 7)
-        assert files(tmp_path / "whole") == files(Path(index(tmp_path, *texts, name="parts").location))
+        for workers in (1, 2):
+            monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda workers=workers: workers)
+            parts = index(tmp_path, *texts, name=f"by {workers}")
+            assert files(tmp_path / "whole") == files(Path(parts.location))
         assert whole.about["terms"] > 50
+
+    def test_processes_that_make_parts_do_without_jax(self):
+        loaded = "import sys, retrieval.bm25_build; print(sorted({'jax', 'numba', 'bm25s'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
+
+    def test_a_single_part_needs_no_process(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            "retrieval.bm25_build.ProcessPoolExecutor", lambda *_: pytest.fail("a process for one part")
+        )
+        monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
+        assert hits(index(tmp_path, "red fish", "blue bird"), "bird") == [1]
+
+    def test_a_process_that_was_killed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
+        monkeypatch.setattr("retrieval.bm25_build.make_part", killed)
+        with pytest.raises(RalmError, match="was killed; free some memory, and go on with --resume"):
+            index(tmp_path, *["red fish"] * 30)
+        monkeypatch.undo()
+        assert hits(index(tmp_path, *["red fish"] * 30, if_exists="resume"), "red", 3) == [0, 1, 2]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_no_process_outlives_a_build(self, tmp_path, number):
+        """Ctrl-C and a kill; what one types at a terminal goes to the workers as well."""
+        code = (
+            "from retrieval import bm25, bm25_build; from tests.test_bm25 import Passage, slow\n"
+            "bm25_build.make_part, bm25.PART = slow, 1\n"
+            "bm25.numba.get_num_threads = lambda: 2\n"
+            f"bm25.build_index([Passage('', '', 'a b')] * 9, {str(tmp_path / 'i')!r}, progress=False)"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as started:
+            workers = {int(started.stdout.readline()) for _ in range(2)}
+            if number == signal.SIGINT:
+                os.killpg(started.pid, number)
+            else:
+                started.kill()
+            errors = started.communicate(timeout=30)[1]  # ends when nobody has the pipe
+        assert len(workers) == 2
+        assert errors.count("Traceback") == (number == signal.SIGINT)  # the one of this script
 
     def test_killed_and_resumed(self, tmp_path, monkeypatch):
         """Finished parts are not analysed again, and the index is the same to the byte."""
         texts = [f"ba{i} fish" for i in range(50)]
         index(tmp_path, *texts, name="whole")
         monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25_build.WORKERS", 1)
         seen = []
 
         def interrupted(part_texts):
@@ -251,7 +313,7 @@ class TestFolder:
                     raise KeyboardInterrupt
             return part_of(part_texts)
 
-        monkeypatch.setattr("retrieval.bm25.part_of", interrupted)
+        monkeypatch.setattr("retrieval.bm25_build.part_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             index(tmp_path, *texts)
         with pytest.raises(RalmError, match="not finished; repeat the command with --resume"):
@@ -299,8 +361,7 @@ class TestFolder:
         assert said == []
         monkeypatch.setattr("retrieval.bm25_build.WORTH_SAYING", 0)
         index(tmp_path, "red fish", "red", announce=said.append, if_exists="overwrite")
-        assert said[0].endswith("2 passages, about 0.0 MB of postings, 0.0 MB of disk while it is built, and "
-                                f"{32 * numba.get_num_threads() / 1e6:,.1f} MB of memory for a search")  # fmt: skip
+        assert said[0].endswith("2 passages, about 0.0 MB of postings, and 0.0 MB of disk while it is built")
         monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20}))
         with pytest.raises(RalmError, match="are needed and the disk has"):
             index(tmp_path, "red fish", "red", if_exists="overwrite")
@@ -315,7 +376,7 @@ class TestFolder:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Passages over four blocks of bounds, many of them equal."""
+    """Passages over several blocks of bounds, many of them equal."""
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(tiny.WORDS, rng.integers(0, 12), p=ZIPF)) for _ in range(900)]
     texts = [texts[i] for i in rng.integers(0, 900, 1000)]
@@ -346,6 +407,15 @@ class TestSliding:
         np.testing.assert_array_equal(slid, rows)
         np.testing.assert_array_equal(slid_scores, scores)
         assert (rows[:, 0] >= 0).all()
+
+    @pytest.mark.parametrize("tile", [70, 256])
+    def test_tiles_change_nothing(self, large, monkeypatch, tile):
+        queries = self.queries(4, count=50)
+        whole = self.both(large, queries, 16)
+        monkeypatch.setattr("retrieval.bm25_search.TILE", tile)
+        for tiled, expected in zip(self.both(large, queries, 16), whole, strict=True):
+            np.testing.assert_array_equal(tiled[0], expected[0])
+            np.testing.assert_array_equal(tiled[1], expected[1])
 
     def test_queries_that_have_nothing_in_common(self, large):
         queries = ["ba ba ba be", "", "zzz", "so tu", "so tu so", "ba", "", "lan"] * 5
@@ -380,6 +450,7 @@ class TestSliding:
         assert not can_slide(queries, 1e-9, 10.0)
         assert not can_slide(queries, 0.0, 10.0)
         assert can_slide(Queries(np.zeros(0, np.int64), np.zeros(0), np.array([0, 0])), 0.5, 10.0)
+        assert can_slide(Queries(np.arange(1), np.ones(1), np.array([0, 1, 1])), 0.5, 10.0)  # the last one is empty
 
 
 def test_golden_lucene(shared, tmp_path):
