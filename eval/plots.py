@@ -21,7 +21,8 @@ LABELS = {
 }
 FIELDS = {"reader": "{}", "retriever": "{}", "query-length": "query length {}", "stride": "stride {}", "k": "k {}",
           "window": "window {}"}  # fmt: skip
-STYLES = (("o", "-"), ("s", "-."), ("^", ":"), ("D", (0, (1, 3))))  # marker and line of each strategy
+LINES = ("-", "-.", ":", (0, (1, 3)))
+STYLES = tuple(zip("os^DvPX*", LINES * 2, strict=True))  # marker and line of each strategy
 NONE = (0, (6, 3))  # its line, dashed
 
 
