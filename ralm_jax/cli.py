@@ -276,7 +276,7 @@ class LM:
         from eval.lm import language_model
 
         self.windows.passage_limit(self.strides)  # known before anything is loaded
-        self.report.check_past(self.windows)
+        self.report.check_past(self.report.names(), self.windows)
         batch_size, text, excluded = self.reader.windows_a_batch(), self.text.read(), self.exclude.titles(self.text)
         passages, count, source = self.passages.open(self.corpus, self.text.dataset, self.text.data_path)
         tokenizer, reader = self.reader.load(self.model)

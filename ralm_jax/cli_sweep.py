@@ -13,6 +13,7 @@ from ralm_jax.settings import (
     Preset,
     QuerySettings,
     QueryTokens,
+    RerankSettings,
     StrideSettings,
     WindowSettings,
     at_least,
@@ -60,32 +61,53 @@ class Sweep:
     exclude: ExcludeOptions = ExcludeOptions()
     dense_search: DenseSearch = "jax"
     """What searches a dense index; the hits are the same."""
+    zero_shot_by: str | None = None
+    """Another reader, of any vocabulary, for the strategy zero-shot-by: it ranks what is retrieved for all readers."""
+    ranker_window: int | None = None
+    """Tokens a window of --zero-shot-by. Default: as the readers', or its number of positions if these are fewer."""
+    reranker: str | None = None
+    """A cross-encoder, as of `ralm rerank`, for the strategies predictive and predictive-mixture."""
+    rerank: RerankSettings = RerankSettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
     report: ReportOptions = ReportOptions()
 
     def run(self) -> None:
         from eval import plots, sweep
-        from eval.report import Beside, policies
+        from eval.report import Beside
         from eval.sweep_rows import format_csv, format_rows
         from ralm_jax.text import write_text
 
-        self.report.check_past(self.windows)
-        known = policies(Beside(self.report.zero_shot_tokens, self.report.seed, self.report.temperature))
-        strategies = {name: known[name] for name in self.report.names()}
-        grid = self.grid(retrieves=strategies.keys() != {"none"})
+        strategies = self.strategies()
+        self.report.check_past(strategies, self.windows)
+        beside = Beside(self.report.zero_shot_tokens, self.report.seed, self.report.temperature)
+        grid = self.grid(retrieves=set(strategies) != {"none"})
         x = plots.x_axis(grid.sizes, self.x)
         text = self.text.read()
         made = sweep.Sweep(
             self.out, text, grid, self.windows, tokenizer=self.reader.tokenizer,
             dtype=self.reader.dtype, batch_size=self.reader.windows_a_batch(), excluded=self.exclude.titles(self.text),
-            dense_search=self.dense_search, announce=lambda line: print(line, flush=True),
+            zero_shot_by=self.zero_shot_by, ranker_window=self.ranker_window, reranker=self.reranker,
+            rerank=self.rerank, dense_search=self.dense_search, announce=lambda line: print(line, flush=True),
         )  # fmt: skip
-        rows = made.run(strategies, dataclasses.asdict(self))
+        rows = made.run(strategies, beside, dataclasses.asdict(self))
         out = Path(self.out).expanduser()
         write_text(str(out / "sweep.csv"), format_csv(rows))
         plots.draw(str(out / "sweep.png"), rows, x, Path(text.origin).name)
         print(f"{format_rows(rows)}\n\nTables, sweep.csv and sweep.png are in {self.out}.")
+
+    def strategies(self) -> list[str]:
+        """
+        Raises:
+            UsageError: one that goes by a model that is not named, or a model that none goes by.
+        """
+        at_least(1, ranker_window=self.ranker_window)
+        names = self.report.names(ranked=bool(self.reranker), by_another=bool(self.zero_shot_by))
+        users = {"--zero-shot-by": (self.zero_shot_by, "zero-shot-by"), "--reranker": (self.reranker, "predictive")}
+        for option, (model, strategy) in users.items():
+            if model and not any(name.startswith(strategy) for name in names):
+                raise UsageError(f"{option} {model}: nothing goes by it; add {strategy} to --strategies")
+        return names
 
     def grid(self, retrieves: bool) -> "Grid":
         """
