@@ -29,7 +29,7 @@ from ralm_jax.cli_options import (
 )
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
-from ralm_jax.cli_sweep import Sweep
+from ralm_jax.cli_sweep import Paper, Sweep
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
@@ -311,6 +311,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "search": Search,
     "lm": LM,
     "sweep": Sweep,
+    "paper": Paper,
     "eval-retrieval": EvalRetrieval,
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,

@@ -1,11 +1,13 @@
-"""The command that draws figures. As in `cli`, nothing heavy is imported before it runs."""
+"""The commands that draw figures. As in `cli`, nothing heavy is imported before they run."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, ReportOptions, TextOptions
+from tyro.conf import create_mutex_group
+
+from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, ReportOptions, TextOptions, check_output_file
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import (
     DenseSearch,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from eval.sweep import Grid
 
 T = TypeVar("T")
+ONE_OF_PAPER = create_mutex_group(required=True, title="what of the paper")
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,47 @@ class Sweep:
         if not self.index:
             raise UsageError("--index: name at least one, or ask for --strategies none alone")
         return Grid(models, distinct("index", self.index), strides, queries, ks)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The paper's tables and figures, with what sweeps found beside what it states."""
+
+    sweep: tuple[str, ...]
+    """Folders that `ralm sweep` made."""
+    table: Annotated[Literal[1, 2, 3, 5] | None, ONE_OF_PAPER] = None
+    """GPT-2 on five texts (1), LLaMA (2), small models that rerank for large ones (3), GPT-Neo and GPT-J (5)."""
+    figure: Annotated[Literal[1, 4, 5, 6, 7] | None, ONE_OF_PAPER] = None
+    """Perplexity by reader (1), over reader size (4), stride (5), query length (6) and passages to choose from (7)."""
+    csv: str | None = None
+    """Also write a table's numbers to this file."""
+    out: str | None = None
+    """PNG for a figure; its numbers go into a CSV of the same name."""
+
+    def run(self) -> None:
+        from eval import paper
+        from ralm_jax.text import write_text
+
+        if not self.sweep:
+            raise UsageError("--sweep: name at least one")
+        if (self.figure is None) != (self.out is None) or (self.figure is not None and self.csv is not None):
+            raise UsageError("--figure needs --out for its PNG, and --table takes --csv")
+        out = Path(self.out).with_suffix(".csv") if self.out else None
+        if out is not None and str(out) == self.out:
+            raise UsageError(f"{self.out}: is for the figure's numbers; name its PNG with --out")
+        for file in (self.csv, self.out):
+            check_output_file(file)
+        found = paper.read_sweeps(self.sweep)
+        if self.table is not None:
+            cells = paper.table_cells(self.table, found)
+            print(f"{paper.format_table(self.table, cells)}\n\n{paper.format_matches(cells)}")
+            if self.csv:
+                write_text(self.csv, paper.format_cells(cells))
+        elif self.figure is not None and self.out is not None:
+            cells = paper.figure_cells(self.figure, found)
+            paper.draw_figure(self.figure, cells, self.out)
+            write_text(str(out), paper.format_cells(cells))
+            print(f"{self.out}: figure {self.figure}; its numbers are in {out}\n\n{paper.format_matches(cells)}")
 
 
 def distinct(name: str, values: tuple[T, ...]) -> tuple[T, ...]:

@@ -26,7 +26,7 @@ from eval.metrics import Perplexity
 from eval.plots import draw, picture, x_axis
 from eval.report import make_report, policies
 from eval.sweep import KIND, stride_grid
-from eval.sweep_rows import Row, format_csv, format_rows
+from eval.sweep_rows import Row, format_csv, format_rows, read_csv
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import Scorer
@@ -481,6 +481,28 @@ def test_without_retrieval(place):
     assert not tables("retrieval")
 
 
+def test_what_the_paper_has_of_it(place, capsys):
+    rows = sweep(k=[1, 2], strategies="none,first,zero-shot,oracle")
+    capsys.readouterr()
+    ralm("paper", "--table", "1", "--sweep", "out", "--csv", "table.csv")
+    printed = capsys.readouterr().out
+    ours = {(row["strategy"], row["k"]): float(row["word_ppl"]) for row in rows}
+    for strategy, k in (("none", ""), ("first", "2"), ("zero-shot", "2")):
+        assert f"{ours[strategy, k]:,.2f}        -\n" in printed
+    assert "small in out is no reader of the paper's." in printed
+    assert "out has window 64 (the paper 1024), stride 16 (the paper 4), query length 8 (the paper 32), k 2 " in printed
+    found = [row for row in csv.DictReader(io.StringIO(Path("table.csv").read_text())) if row["ours"]]
+    assert [(row["strategy"], float(row["ours"])) for row in found] == [
+        (name, pytest.approx(ours[name, k])) for name, k in (("none", ""), ("first", "2"), ("zero-shot", "2"))
+    ]
+    ralm("paper", "--figure", "7", "--sweep", "out", "--out", "oracle.png")
+    assert imread("oracle.png").shape[:2] == (675, 1200)
+    found = list(csv.DictReader(io.StringIO(Path("oracle.csv").read_text())))
+    assert [(row["strategy"], row["k"]) for row in found] == [
+        ("none", ""), ("first", "1"), ("oracle", "1"), ("first", "2"), ("oracle", "2")
+    ]  # fmt: skip
+
+
 def test_the_folder_says_how_it_was_made(place):
     sweep(query_length=[8, 16])
     about = Folder.open("out", KIND).about
@@ -543,6 +565,23 @@ class TestOutput:
         assert second["retriever"] == 'a "b", c'
         assert float(second["token_ppl"]) == rows[1].result.token_ppl
         assert (third["token_ppl"], third["nll"]) == ("", "inf")
+
+    def test_csv_reads_back(self, tmp_path):
+        rows = [none_row(), row(250.0, retriever="a, b", strategy="predictive", ranker="r", ranker_table="ranking-1"),
+                row(math.inf)]  # fmt: skip
+        (tmp_path / "sweep.csv").write_text(format_csv(rows))
+        assert read_csv(tmp_path / "sweep.csv") == rows
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [("nll_none", "other", "sweep.csv: has no column nll_none; run the sweep anew, which keeps its tables"),
+         (",1024,", ",big,", "sweep.csv:2: not a row of a sweep"),
+         (",100,99,50,300.0", "", "sweep.csv:2: not a row of a sweep")],
+    )  # fmt: skip
+    def test_csv_of_something_else(self, tmp_path, old, new, message):
+        (tmp_path / "sweep.csv").write_text(format_csv([none_row()]).replace(old, new))
+        with pytest.raises(RalmError, match=message):
+            read_csv(tmp_path / "sweep.csv")
 
     def test_names_are_short_where_they_differ(self):
         names = ["models/gpt2", "other/gpt2", "opt", "..", "big/llama.gguf"]
@@ -622,6 +661,15 @@ class TestPlot:
         assert [bar.get_height() for bar in axes.patches] == [math.exp(2.5), math.exp(2.4)]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["words", "vectors"]
         assert list(self.lines(axes)) == ["none"]
+
+    def test_bars_for_readers_beside_what_is_stated(self):
+        rows = [make(reader=name) for name in "ab" for make in (none_row, lambda **v: row(250.0, **v))]
+        (axes,) = picture(rows, None, "wiki", words=True, bars="reader", stated={("b", "first"): 7.5}).axes
+        assert [bar.get_height() for bar in axes.patches] == [math.exp(6), math.exp(6), math.exp(5), math.exp(5)]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+        ((x, y),) = self.lines(axes)["paper"]
+        assert (x, y) == (pytest.approx(axes.patches[3].get_x() + axes.patches[3].get_width() / 2), 7.5)
+        assert axes.get_ylabel() == "perplexity per word"
 
     def test_what_is_no_number_is_a_gap(self):
         rows = [none_row(), row(250.0, k=1), row(math.inf, k=2)]
