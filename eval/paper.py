@@ -220,7 +220,10 @@ def read_sweep(location: str) -> list[Found]:
 
     @cache
     def settings(table: str) -> dict[str, Any]:
-        return Folder.open(str(root / table), SCORES).settings
+        try:
+            return Folder.open(str(root / table), SCORES).settings
+        except UsageError:
+            raise UsageError(f"{location}: its table {table} has gone; run the sweep anew") from None
 
     found = []
     for row in read_csv(root / "sweep.csv"):

@@ -105,6 +105,10 @@ class Sweep:
             UsageError: one that goes by a model that is not named, or a model that none goes by.
         """
         at_least(1, ranker_window=self.ranker_window)
+        if self.ranker_window is not None and not self.zero_shot_by:
+            raise UsageError("--ranker-window is for --zero-shot-by")
+        if self.rerank != RerankSettings() and not self.reranker:
+            raise UsageError("--prefix-tokens and --pair-tokens are for --reranker")
         names = self.report.names(ranked=bool(self.reranker), by_another=bool(self.zero_shot_by))
         users = {"--zero-shot-by": (self.zero_shot_by, "zero-shot-by"), "--reranker": (self.reranker, "predictive")}
         for option, (model, strategy) in users.items():

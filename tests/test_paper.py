@@ -323,7 +323,7 @@ class TestRefusals:
     def test_a_table_that_has_gone(self, place, capsys):
         write("out", gpt2(), {})
         code, line = refused(capsys, "paper", "--table", "1", "--sweep", "out")
-        assert (code, "out/gpt2: no scores there" in line) == (2, True)
+        assert (code, "out: its table gpt2 has gone; run the sweep anew" in line) == (2, True)
 
     def test_every_text_of_the_paper_is_a_data_set(self):
         from typing import get_args

@@ -325,6 +325,8 @@ class TestRankedByOtherModels:
              "a window of 40 has no room beside stride 16 and past 32"),
             (["--strategies", "zero-shot-by", "--zero-shot-by", "small", "--ranker-window", "0"],
              "ranker window must be at least 1, not 0"),
+            (["--ranker-window", "128"], "--ranker-window is for --zero-shot-by"),
+            (["--prefix-tokens", "20"], "--prefix-tokens and --pair-tokens are for --reranker"),
             (["--strategies", "predictive", "--reranker", "pairs", "--passages-in-window", "2"], "single passages"),
             (["--strategies", "predictive", "--reranker", "pairs", "--prefix-tokens", "64"], "64"),
         ],
@@ -488,7 +490,7 @@ def test_what_the_paper_has_of_it(place, capsys):
     printed = capsys.readouterr().out
     ours = {(row["strategy"], row["k"]): float(row["word_ppl"]) for row in rows}
     for strategy, k in (("none", ""), ("first", "2"), ("zero-shot", "2")):
-        assert f"{ours[strategy, k]:,.2f}        -\n" in printed
+        assert f"{ours[strategy, k]:,.2f}       -\n" in printed
     assert "small in out is no reader of the paper's." in printed
     assert "out has window 64 (the paper 1024), stride 16 (the paper 4), query length 8 (the paper 32), k 2 " in printed
     found = [row for row in csv.DictReader(io.StringIO(Path("table.csv").read_text())) if row["ours"]]
