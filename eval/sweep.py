@@ -113,7 +113,7 @@ class Sweep:
 
         Args:
             beside: what strategies go by, apart from tables.
-            configuration: is written into the folder's manifest.
+            configuration: is written into the folder's manifest when the rows are there.
 
         Raises:
             UsageError: `out` holds something else, sizes do not fit together, or a model or an index is not there.
@@ -132,8 +132,6 @@ class Sweep:
             check_reader(self.text, own.reader, own.tokenizer, own.tokens, longest)
         rankers = self.rankers()
         folder = Folder.create(self.out, KIND, {}, "resume")
-        folder.manifest["about"] = configuration
-        folder.write_manifest()
         retrieved: dict[str, tuple[Tokenizer, Cells]] = {}  # by tokenizer
         for own in tables:
             if own.tokenizer.fingerprint not in retrieved:
@@ -145,6 +143,8 @@ class Sweep:
             ranked[kind] = rank_all(rankers.pop(kind), retrieved.values())
         while tables:
             rows += tables.pop(0).rows(cells.pop(0), ranked, strategies, beside)
+        folder.manifest["about"] = configuration
+        folder.write_manifest()
         return rows
 
     def rankers(self) -> dict[str, Tables | Rankings]:

@@ -511,6 +511,17 @@ def test_the_folder_says_how_it_was_made(place):
     assert (about["model"], about["query_length"], about["windows"]["past"]) == (["small"], [8, 16], 32)
 
 
+def test_an_unfinished_sweep_leaves_what_is_said_of_the_one_before(place, monkeypatch):
+    sweep()
+    with monkeypatch.context() as patched:
+        patched.setattr(Scorer, "dispatch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            sweep(limit_strides=5)
+    assert Folder.open("out", KIND).about["limit_strides"] is None
+    sweep(limit_strides=5)
+    assert Folder.open("out", KIND).about["limit_strides"] == 5
+
+
 def test_the_tables_are_those_of_the_other_commands(place, capsys):
     rows = sweep()
     ralm("report", "--scores", f"out/{rows[1]['table']}", "--strategies", "first")
