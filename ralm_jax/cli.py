@@ -29,6 +29,7 @@ from ralm_jax.cli_options import (
 )
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
+from ralm_jax.cli_selective import Selective
 from ralm_jax.cli_sweep import Sweep
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
@@ -308,6 +309,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "score": Score,
     "rerank": Rerank,
     "report": Report,
+    "selective": Selective,
     "search": Search,
     "lm": LM,
     "sweep": Sweep,
