@@ -61,6 +61,7 @@ def score(
     windows: WindowSettings,
     retrieved: tuple[RetrievalTable, PassageRows] | None = None,
     k: int = 16,
+    schedule: Schedule | None = None,
     batch_size: int | None = None,
     if_exists: IfExists = "refuse",
     progress: bool | None = None,
@@ -70,6 +71,7 @@ def score(
     Args:
         location: folder or bucket of the ScoreTable; written chunk by chunk.
         retrieved: a RetrievalTable and its passages; None to score without passages only.
+        schedule: only these of the text's strides.
         batch_size: windows a forward; None chooses.
         progress: show a progress bar; None for "if there is a terminal".
 
@@ -82,13 +84,14 @@ def score(
     if len(tokens) < 2:
         raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
     check_reader(reader, tokenizer, tokens, strides.window)
-    schedule = make_schedule(len(tokens), strides)
+    sample = {} if schedule is None else {"sample_sha256": schedule.fingerprint}
+    schedule = schedule or make_schedule(len(tokens), strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
     rows, passages = candidate_rows(retrieved, text, tokens, tokenizer, schedule, strides, k)
     encode = PassageTokens(passages.contents, tokenizer, windows.passage_limit(strides), specials=not everywhere)
 
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
-    settings["retrieval"] = retrieved[0].settings if retrieved else None
+    settings |= {"retrieval": retrieved[0].settings if retrieved else None} | sample
     folder = Folder.create(location, KIND, settings, if_exists)
     scorer = Scorer(reader, strides.window, windows.past + strides.stride, batch_size)
     table = ScoreTable(
@@ -186,9 +189,12 @@ def describe(
     text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: PassageRows, encode: PassageTokens
 ) -> dict[str, Any]:
     """What a finished table tells of its text: the denominators of its perplexities, and overlap with the passages."""
-    tokens = int(schedule.ends[-1])
-    end = len(text.content) if tokens == len(offsets) else int(offsets[tokens - 1, 1])
-    about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": text.words_up_to(end)}
+    ends = np.append(0, offsets[:, 1])
+    ends[-1] = len(text.content)
+    spans = zip(ends[schedule.targets].tolist(), ends[schedule.ends].tolist(), strict=True)
+    words = sum(text.words(start, end) for start, end in spans)
+    end, tokens = int(ends[schedule.ends[-1]]), int((schedule.ends - schedule.targets).sum())
+    about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": words}
     used = np.unique(rows[rows >= 0])
     if len(used):
         encode(used)  # a resumed run has not seen them all
