@@ -14,7 +14,7 @@ from ralm_jax.encoder import stated_recipe, transformer_folder, write_recipe
 from ralm_jax.errors import UsageError
 from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.model import DTYPES, abstract, config_file, family_of, load_model
-from ralm_jax.models import ENCODERS, FAMILIES
+from ralm_jax.models import ENCODERS, families_for
 from ralm_jax.sharding import make_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.sources.base import FLOATS
@@ -29,7 +29,7 @@ def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
     """Writes `model`, with its tokenizer, to the folder `out`.
 
     Args:
-        model: as `load_reader` takes it; an encoder too.
+        model: as `load_reader` takes it; an encoder or cross-encoder too.
         to: "hf", config.json and safetensors as transformers reads them, with no more than a shard of 1 GB in memory;
             or "orbax", which each device of a mesh reads its own part of.
         dtype: "float32", "bfloat16" or "float16"; None for as it is stored.
@@ -43,13 +43,13 @@ def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{out}: exists and is not an empty folder; choose another")
     file = config_file(path)
-    recipe = stated_recipe(root) if family_of(file, FAMILIES)[0].config.model_type in ENCODERS else None
+    recipe = stated_recipe(root) if family_of(file, families_for(file))[0].config.model_type in ENCODERS else None
     tokenizer = load_tokenizer(model) if path.is_file() and has_tokenizer(path) else None  # may be refused: before work
 
     if to == "hf" and not checkpoint.there(path):
         convert_tensors(path, folder, dtype)
     else:
-        loaded = load_model(model, path, FAMILIES, dtype or stored_dtype(path), make_mesh(data=1))
+        loaded = load_model(model, path, families_for(file), dtype or stored_dtype(path), make_mesh(data=1))
         if to == "hf":
             loaded.save(folder)
         else:
@@ -69,7 +69,8 @@ def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
 
 def convert_tensors(path: Path, folder: Path, dtype: str | None) -> None:
     """From any source to safetensors, tensor by tensor."""
-    family, config = family_of(config_file(path), FAMILIES)
+    file = config_file(path)
+    family, config = family_of(file, families_for(file))
     source = open_source(path)
     _, state = abstract(family, config, make_mesh(data=1))
     entries = {

@@ -12,7 +12,7 @@ from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import locate
 from ralm_jax.keys import Family
 from ralm_jax.model import abstract, config_file, family_of
-from ralm_jax.models import ENCODERS, FAMILIES, READERS, SIZES
+from ralm_jax.models import CROSS_ENCODERS, ENCODERS, FAMILIES, READERS, SIZES, families_for
 from ralm_jax.models.encoder import BertConfig
 from ralm_jax.sharding import make_mesh
 from ralm_jax.sources import FORMATS, open_source
@@ -31,7 +31,8 @@ def describe(model: str) -> dict[str, Any]:
         return config_facts(FAMILIES[config.model_type], config)
     root = locate(model, weights=False)
     path = transformer_folder(root)
-    family, config = family_of(config_file(path), FAMILIES)
+    file = config_file(path)
+    family, config = family_of(file, families_for(file))
     local = Path(model).expanduser().exists() or checkpoint.there(path) or any(fmt.there(path) for fmt in FORMATS)
     facts = config_facts(family, config)
     facts |= weight_facts(family, config, path) if local else {"weights": "on the hub, not fetched"}
@@ -43,7 +44,7 @@ def describe(model: str) -> dict[str, Any]:
 def support_table() -> str:
     """The README's table of what is supported, from the registry."""
     rows = ["| | model | variants | named sizes |", "|---|---|---|---|"]
-    for role, families in (("reader", READERS), ("encoder", ENCODERS)):
+    for role, families in (("reader", READERS), ("encoder", ENCODERS), ("reranker", CROSS_ENCODERS)):
         for family in {family.name: family for family in families.values()}.values():
             sizes = ", ".join(f"`{name}`" for name in family.sizes)
             rows.append(f"| {role} | {family.name} | {family.variants} | {sizes} |")

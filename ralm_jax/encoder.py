@@ -14,11 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from ralm_jax import checkpoint
 from ralm_jax.config import ConfigFile
 from ralm_jax.errors import RalmError
 from ralm_jax.hub import locate
-from ralm_jax.model import Model, load_model, matmul_precision, warn_of_overflow
-from ralm_jax.models import ENCODERS
+from ralm_jax.model import Model, config_file, load_model, matmul_precision, warn_of_overflow
+from ralm_jax.models import CROSS_ENCODERS, ENCODERS
+from ralm_jax.models.cross_encoder import states_pair_head
 from ralm_jax.models.encoder import POOLING
 from ralm_jax.sharding import on_mesh
 from ralm_jax.text import parse_json, read_object, write_text
@@ -106,8 +108,10 @@ def load_encoder(
         RalmError: the model cannot be loaded exactly; the message says why.
     """
     root = locate(model)
+    path = transformer_folder(root)
     stated, normalized, longest = stated_recipe(root)
-    loaded = load_model(model, transformer_folder(root), ENCODERS, dtype, mesh)
+    whole = checkpoint.there(path) and states_pair_head(config_file(path))  # Orbax restores all, the head too
+    loaded = load_model(model, path, CROSS_ENCODERS if whole else ENCODERS, dtype, mesh)
     warn_of_overflow(loaded)
     if pooling is None and stated is None:
         log.warning("%s: does not say how to pool hidden states; taking their mean", model)

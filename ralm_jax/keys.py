@@ -49,9 +49,12 @@ class Key:
         return dict(zip(layout.wanted, whole, strict=True))
 
 
-def linear(name: str, path: str) -> tuple[Key, Key]:
+def linear(name: str, path: str, *, prefixed: bool = True) -> tuple[Key, Key]:
     """Rows of a `Linear`, which PyTorch stores as (out, in)."""
-    return Key(f"{name}.weight", f"{path}.kernel", "o i -> i o"), Key(f"{name}.bias", f"{path}.bias")
+    return (
+        Key(f"{name}.weight", f"{path}.kernel", "o i -> i o", prefixed),
+        Key(f"{name}.bias", f"{path}.bias", prefixed=prefixed),
+    )
 
 
 def to_heads(name: str, path: str) -> tuple[Key, Key]:

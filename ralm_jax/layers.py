@@ -5,6 +5,7 @@ heads, H head dim, V vocabulary, L layers. A module computes in the dtype of its
 logits are float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -44,6 +45,26 @@ def parameter(
 def broadcast_over(values: jax.Array, x: jax.Array) -> jax.Array:
     """`values` (a parameter over the last axes of `x`) with leading axes: ranks never promote silently."""
     return values.reshape((1,) * (x.ndim - values.ndim) + values.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Sets each number to 0 with probability `rate` and scales up the others, so that means stay.
+
+    The draws follow from `key` and from the `site` in the model alone.
+    """
+
+    rate: float = dataclasses.field(metadata={"static": True})
+    key: jax.Array
+
+    def __call__(self, x: jax.Array, site: int) -> jax.Array:
+        kept = jax.random.bernoulli(jax.random.fold_in(self.key, site), 1 - self.rate, x.shape)
+        return jnp.where(kept, x / (1 - self.rate), 0)
+
+    def split(self, count: int) -> "Dropout":
+        """One for each of `count` layers, stacked."""
+        return Dropout(self.rate, jax.random.split(self.key, count))
 
 
 class Linear(nnx.Module):
@@ -214,13 +235,16 @@ class Block(nnx.Module):
         self.mlp_norm = norm(config.hidden_size, config.norm_epsilon, rngs=rngs, dtype=dtype) if second else None
         self.mlp = MLP(config, gated=gated, bias=mlp_bias, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], *attention: Any) -> Float[Array, "B T D"]:
-        """`attention` is what `Attention` takes after `x`."""
+    def __call__(
+        self, x: Float[Array, "B T D"], *attention: Any, dropout: Dropout | None = None
+    ) -> Float[Array, "B T D"]:
+        """`attention` is what `Attention` takes after `x`; `dropout` falls on what attention and MLP add."""
+        drop = dropout or (lambda added, site: added)
         if self.mlp_norm is None:
             normed = self.attention_norm(x)
-            return x + self.attention(normed, *attention) + self.mlp(normed)
+            return x + drop(self.attention(normed, *attention), 0) + drop(self.mlp(normed), 1)
         if self.order == "post":
-            x = self.attention_norm(x + self.attention(x, *attention))
-            return self.mlp_norm(x + self.mlp(x))
-        x = x + self.attention(self.attention_norm(x), *attention)
-        return x + self.mlp(self.mlp_norm(x))
+            x = self.attention_norm(x + drop(self.attention(x, *attention), 0))
+            return self.mlp_norm(x + drop(self.mlp(x), 1))
+        x = x + drop(self.attention(self.attention_norm(x), *attention), 0)
+        return x + drop(self.mlp(self.mlp_norm(x)), 1)

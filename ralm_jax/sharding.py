@@ -23,6 +23,8 @@ RULES = (
     ("head_dim", None),
     ("word", None),
     ("token_type", None),
+    ("pooled", None),
+    ("label", None),
     ("embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ReaderConfig
-from ralm_jax.layers import Block, Embedding, LayerNorm, Linear, RMSNorm
+from ralm_jax.layers import Block, Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from ralm_jax.sharding import constrain
 
 
@@ -27,22 +27,30 @@ def stacked(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs:
 
 
 def scan_layers(
-    layers: nnx.Module, x: Float[Array, "B T D"], *args: Any, each: tuple[jax.Array, ...] = (), remat: bool = False
+    layers: nnx.Module,
+    x: Float[Array, "B T D"],
+    *args: Any,
+    each: tuple[jax.Array, ...] = (),
+    dropout: Dropout | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T D"]:
     """Runs `x` through stacked layers in order: one compiled body, whatever the depth.
 
     Args:
         args: passed to every layer after `x`.
         each: arrays (L, ...), of which every layer is passed its own part after `args`.
+        dropout: of which every layer is passed its own, by name, if there is one.
         remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
     graphdef, state = nnx.split(layers)
+    dropouts = dropout and dropout.split(jax.tree.leaves(state)[0].shape[0])
 
-    def body(x: jax.Array, layer: tuple[nnx.State, tuple[jax.Array, ...]]) -> tuple[jax.Array, None]:
-        state, own = layer
-        return constrain(nnx.merge(graphdef, state)(x, *args, *own), "batch", None, None), None
+    def body(x: jax.Array, layer: tuple[nnx.State, tuple[jax.Array, ...], Any]) -> tuple[jax.Array, None]:
+        state, own, dropout = layer
+        named = {} if dropout is None else {"dropout": dropout}
+        return constrain(nnx.merge(graphdef, state)(x, *args, *own, **named), "batch", None, None), None
 
-    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each))[0]
+    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each, dropouts))[0]
 
 
 class Decoder(nnx.Module):

@@ -317,18 +317,26 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
 
 def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor of a tokenizer.json puts in front of a text and behind it."""
-    if not backend.num_special_tokens_to_add(False):
+    encoding = probe(backend)
+    if encoding is None:
         return (), ()
+    own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
+    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+
+
+def probe(backend: tokenizers.Tokenizer, *, pair: bool = False) -> tokenizers.Encoding | None:
+    """Some text, or a `pair` of the same text, with special tokens around; None where the tokenizer adds none."""
+    if not backend.num_special_tokens_to_add(pair):
+        return None
     vocabulary = backend.get_vocab(with_added_tokens=False)
     for token in sorted(vocabulary, key=vocabulary.__getitem__):
         try:
-            encoding = backend.encode(token)
+            encoding = backend.encode(token, token if pair else None)
         except Exception:  # a word-level vocabulary without an unknown token cannot encode every token's name
             continue
-        own = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
-        if own:
-            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
-    return (), ()
+        if not all(encoding.special_tokens_mask):
+            return encoding
+    return None
 
 
 def token_text(value: Any) -> Any:

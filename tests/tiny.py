@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ralm_jax.model import abstract, random_model
-from ralm_jax.models import ENCODERS
+from ralm_jax.models import CROSS_ENCODERS, ENCODERS
 from ralm_jax.models.encoder import BertConfig, RobertaConfig
 from ralm_jax.models.gpt2 import GPT2Config
 from ralm_jax.models.gpt_neo import GPTNeoConfig
@@ -150,9 +150,18 @@ def edit_config(folder: Path, **values) -> None:
 
 def save_encoder(folder: Path, config=BERT, *, seed: int = 0) -> Path:
     """A random encoder and its tokenizer; what it makes of two texts differs."""
-    made = random_model(ENCODERS[config.model_type], config, seed=seed, mesh=make_mesh(data=1))
+    return save_random(folder, ENCODERS[config.model_type], config, seed)
+
+
+def save_cross_encoder(folder: Path, config=BERT, *, seed: int = 0) -> Path:
+    family = CROSS_ENCODERS[config.model_type]
+    return save_random(folder, family, family.config(**vars(config)), seed, 0.3)
+
+
+def save_random(folder: Path, family, config, seed: int, noise: float = 0.1) -> Path:
+    made = random_model(family, config, seed=seed, mesh=make_mesh(data=1))
     rng = np.random.default_rng(seed)
-    state = jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape).astype(np.float32), made.state)
+    state = jax.tree.map(lambda x: x + rng.normal(0, noise, x.shape).astype(np.float32), made.state)
     replace(made, state=state).save(folder)
     backend(bos=True).save(str(folder / "tokenizer.json"))
     return folder

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ralm_jax.config import ConfigFile, ModelConfig, equal_heads
 from ralm_jax.errors import RalmError
 from ralm_jax.keys import Family, Key, from_heads, linear, norm, to_heads
-from ralm_jax.layers import ACTIVATIONS, Block, Embedding, LayerNorm, Positions
+from ralm_jax.layers import ACTIVATIONS, Block, Dropout, Embedding, LayerNorm, Positions
 from ralm_jax.stack import scan_layers, stacked
 
 
@@ -85,10 +85,20 @@ class Bert(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         valid: Bool[Array, "B T"] | None = None,
+        types: Int[Array, "B T"] | None = None,
+        dropout: Dropout | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states of the last layer; `valid` marks real tokens where there is padding. Token types are all 0."""
-        x = self.embed(tokens) + self.positions(valid, tokens.shape) + self.types(jnp.zeros_like(tokens))
-        return scan_layers(self.layers, self.norm(x), valid)
+        """Hidden states of the last layer.
+
+        Args:
+            valid: real tokens, where there is padding.
+            types: which of two texts a token is of; None for all 0, and so it is where the model has one type.
+            dropout: of the embeddings and of what attention and MLP add, for training. Attention's weights have none.
+        """
+        if types is None or self.types.table.shape[0] == 1:
+            types = jnp.zeros_like(tokens)
+        x = self.norm(self.embed(tokens) + self.positions(valid, tokens.shape) + self.types(types))
+        return scan_layers(self.layers, x if dropout is None else dropout(x, 0), valid, dropout=dropout)
 
 
 def cls_pool(hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
