@@ -28,6 +28,7 @@ from ralm_jax.cli_options import (
     check_output_file,
 )
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
+from ralm_jax.cli_train import Train
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
@@ -303,6 +304,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": Report,
     "search": Search,
     "lm": LM,
+    "train": Train,
     "eval-retrieval": EvalRetrieval,
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,
@@ -335,7 +337,7 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
-        fail("interrupted" + ("; finished chunks are kept, and --resume goes on from there" if resumable else ""), 130)
+        fail("interrupted" + ("; what is finished is kept, and --resume goes on from there" if resumable else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

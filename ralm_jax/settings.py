@@ -135,7 +135,7 @@ class TrainSettings:
     clip: float = 1.0
     """Longest gradient, over all parameters; 0 for any length."""
     dropout: float = 0.1
-    """Share of activations and attention weights that a step leaves out."""
+    """Share of activations that a step leaves out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters and optimiser are float32 always."""
     seed: int = 0

@@ -29,8 +29,8 @@ def overlap(text: str, passages: Iterable[str], run: int = OVERLAP_WORDS) -> flo
 
 
 def shared_spans(text: str, others: Iterable[str], run: int = OVERLAP_WORDS) -> np.ndarray:
-    """The characters (n, 2) of `text`, first and one past the last, of every run of `run` words that one of `others` has
-    too; ascending. One pass, with no more than the others' runs in memory."""
+    """The characters of `text`, (n, 2): first and one past the last of every run of `run` words that one of `others`
+    has too. They ascend. One pass, with no more than the others' runs in memory."""
     theirs: set[tuple[str, ...]] = set()
     for other in others:
         found = words(other)

@@ -34,7 +34,7 @@ def divergence(scores, log_probs, there, temperature):
 
 
 def case(lowest, highest, seed=0, spread=None):
-    """64 strides of 1 to 16 passages; `spread` is how far apart a stride's log-probabilities lie, if not all the way."""
+    """64 strides of 1 to 16 passages; `spread` is how far apart a stride's log-probabilities lie, if stated."""
     rng = np.random.default_rng(seed)
     there = np.arange(16)[None] < rng.integers(1, 17, 64)[:, None]
     there = rng.permuted(there, axis=1)

@@ -49,7 +49,7 @@ def test_what_decays_in_every_family(config):
 
 
 def test_a_parameter_of_an_unknown_name_is_refused():
-    with pytest.raises(UsageError, match="whether head.weight decays"):
+    with pytest.raises(UsageError, match=r"whether head\.weight decays"):
         is_decayed({"head": {"weight": np.zeros(3)}})
 
 

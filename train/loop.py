@@ -9,7 +9,7 @@ import functools
 import io
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class State(NamedTuple):
 
     params: Any
     optimizer: Any
-    step: jax.Array
+    step: Any
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Task:
         params: a pytree of arrays on `mesh`, with the names of `train.optim.DECAYED`.
         loss: of (params, batch, key), the sum of the examples' losses and the sum of their weights. Parameters come in
             the dtype of the computation.
-        batches: the batches from a step on, NumPy; every one the same shapes.
+        batches: the batches from a step to the last, NumPy; every one the same shapes.
         evaluate: figures of (params) on held-out examples; the lowest `BEST_BY` makes the best checkpoint. None where
             nothing is held out: then it is the last.
         identity: what the run is a function of beside its settings; a run is resumed only where it agrees.
@@ -313,7 +313,6 @@ class Metrics:
         self._since = now
         if not np.isfinite(row["loss"]) or not np.isfinite(row["gradient_norm"]):
             raise RalmError(f"step {step}: the loss is not finite; try a lower --learning-rate, or float32")
-        self._add(step, row)
         self._recent.append(row)
         if step % self._settings.log_every == 0 or step == self._settings.steps:
             loss, seconds, wait = (sum(row[name] for row in self._recent) for name in ("loss", "seconds", "data_wait"))
@@ -324,6 +323,7 @@ class Metrics:
             )
             self._recent.clear()
             self.flush()
+        self._add(step, row)  # and perhaps the evaluation after the step
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
         """Held-out figures after a step; all rows are on disk afterwards."""
