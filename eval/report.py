@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.metrics import Perplexity, text_perplexity
+from eval.metrics import PairedDifference, Perplexity, paired_difference, text_perplexity
 from ralm_jax import ranking
 from ralm_jax.errors import UsageError
 from ralm_jax.score_table import Scores, open_scores
+from retrieval.ranking_table import open_ranking
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,33 @@ class Report:
     location: str
     scores: Scores
     strategies: dict[str, Perplexity]
+    comparison: tuple[str, str, PairedDifference] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ralm report --json` writes."""
-        return {
+        content: dict[str, Any] = {
             "strategies": {
                 name: {"token_ppl": result.token_ppl, "word_ppl": result.word_ppl, **dataclasses.asdict(result)}
                 for name, result in self.strategies.items()
             },
             "config": {"scores": self.location, **self.scores.settings, **self.scores.about},
         }
+        if self.comparison is not None:
+            strategy, against, difference = self.comparison
+            content["comparison"] = {"strategy": strategy, "against": against, **dataclasses.asdict(difference)}
+        return content
 
 
-def policies(zero_shot_tokens: int = 16, seed: int = 0) -> dict[str, Callable[[Scores], np.ndarray]]:
-    """Every strategy by name. A new idea is a new function in `ralm_jax.ranking` and a line here."""
-    return {
+def policies(
+    zero_shot_tokens: int = 16, seed: int = 0, values: np.ndarray | None = None
+) -> dict[str, Callable[[Scores], np.ndarray]]:
+    """Every strategy by name. A new idea is a new function in `ralm_jax.ranking` and a line here.
+
+    Args:
+        values: (J, k) a trained reranker's scores, without which there is no "predictive".
+    """
+    trained = {} if values is None else {"predictive": partial(ranking.predictive, values=values)}
+    return trained | {
         "none": ranking.none,
         "first": ranking.first,
         "random": partial(ranking.random, seed=seed),
@@ -44,29 +57,57 @@ def policies(zero_shot_tokens: int = 16, seed: int = 0) -> dict[str, Callable[[S
     }
 
 
-def check_strategies(listed: str) -> list[str]:
+def check_strategies(listed: str, *, ranked: bool = False) -> list[str]:
     """The strategies of a list with commas.
 
+    Args:
+        ranked: whether there is a RankingTable.
+
     Raises:
-        UsageError: an unknown one, or none at all.
+        UsageError: an unknown one, or none at all; or "predictive" without a RankingTable.
     """
     names = [name.strip() for name in listed.split(",") if name.strip()]
-    unknown = [name for name in names if name not in policies()]
-    if unknown or not names:
-        raise UsageError(f"strategies {listed!r}: expected some of {', '.join(policies())}, separated by commas")
+    known = [*policies(), "predictive"]
+    if not names or not set(names) <= set(known):
+        raise UsageError(f"strategies {listed!r}: expected some of {', '.join(known)}, separated by commas")
+    if "predictive" in names and not ranked:
+        raise UsageError(
+            "strategy predictive goes by a RankingTable: make one with `ralm rerank` and name it to `ralm report` with "
+            "--ranking"
+        )
     return names
 
 
-def make_report(location: str, strategies: Sequence[str], *, zero_shot_tokens: int = 16, seed: int = 0) -> Report:
+def make_report(
+    location: str,
+    strategies: Sequence[str],
+    *,
+    zero_shot_tokens: int = 16,
+    seed: int = 0,
+    ranked: str | None = None,
+    compare: Sequence[str] = (),
+) -> Report:
     """The perplexities of the ScoreTable at `location`.
+
+    Args:
+        ranked: where the RankingTable of "predictive" is.
+        compare: two strategies, the first of which is compared with the second.
 
     Raises:
         UsageError: there is no table, or it keeps too few past tokens.
-        RalmError: the table is not complete.
+        RalmError: a table is not complete, or the RankingTable is of other passages.
     """
-    known = policies(zero_shot_tokens, seed)
     scores = open_scores(location)
-    return Report(location, scores, {name: text_perplexity(scores, known[name](scores)) for name in strategies})
+    values = open_ranking(ranked).values(scores, location) if ranked else None
+    known = policies(zero_shot_tokens, seed, values)
+    chosen = {name: known[name](scores) for name in {*strategies, *compare}}
+    found = {name: text_perplexity(scores, chosen[name]) for name in strategies}
+    if not compare:
+        return Report(location, scores, found)
+    strategy, against = compare
+    return Report(
+        location, scores, found, (strategy, against, paired_difference(scores, chosen[strategy], chosen[against]))
+    )
 
 
 def number(value: float | None) -> str:
@@ -105,6 +146,12 @@ def format_report(report: Report) -> str:
         lines.append(
             f"The first passage {'lowers' if gain >= 0 else 'raises'} token perplexity by {abs(gain):.1f}% "
             f"({base.token_ppl:.3f} to {first.token_ppl:.3f})."
+        )
+    if report.comparison is not None:
+        strategy, against, found = report.comparison
+        lines.append(
+            f"{strategy} against {against}: {found.mean:+.4f} nats a token, 95% interval [{found.low:+.4f}, "
+            f"{found.high:+.4f}], by a bootstrap of {found.strides:,} strides in blocks of {found.block:,}."
         )
     if "overlap" in about:
         lines.append(

@@ -27,6 +27,7 @@ from ralm_jax.cli_options import (
     TextOptions,
     check_output_file,
 )
+from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
 from ralm_jax.cli_train import Train
 from ralm_jax.errors import RalmError, UsageError
@@ -193,6 +194,8 @@ class Report:
 
     scores: tuple[str, ...]
     """ScoreTables."""
+    ranking: tuple[str, ...] = ()
+    """RankingTables that `ralm rerank` made, for the strategy predictive: one for all ScoreTables, or one for each."""
     json: str | None = None
     """Also write the figures to this file."""
     report: ReportOptions = ReportOptions()
@@ -201,7 +204,7 @@ class Report:
         check_output_file(self.json)
         if not self.scores:
             raise UsageError("--scores: name at least one ScoreTable")
-        self.report.show(self.scores, self.json)
+        self.report.show(self.scores, self.json, self.ranking)
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "fuse": Fuse,
     "retrieve": Retrieve,
     "score": Score,
+    "rerank": Rerank,
     "report": Report,
     "search": Search,
     "lm": LM,

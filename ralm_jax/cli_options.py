@@ -227,25 +227,56 @@ class ReportOptions:
     """What is reported."""
 
     strategies: str = "none,first,zero-shot,oracle"
-    """Of none, first, random, zero-shot, oracle; separated by commas."""
+    """Of none, first, random, zero-shot, predictive (by a trained reranker), oracle; separated by commas."""
     zero_shot_tokens: int = 16
     """Past tokens that zero-shot reranking goes by."""
     seed: int = 0
     """For random."""
+    compare: Annotated[str | None, arg(metavar="A,B")] = None
+    """Also tell how many nats a token strategy A differs from B, with a 95% interval."""
 
-    def names(self) -> list[str]:
+    def names(self, *, ranked: bool = False) -> list[str]:
+        """The strategies to report; `ranked` tells whether there are RankingTables."""
         from eval.report import check_strategies
 
         at_least(1, zero_shot_tokens=self.zero_shot_tokens)
-        return check_strategies(self.strategies)
+        self.compared(ranked=ranked)
+        return check_strategies(self.strategies, ranked=ranked)
 
-    def show(self, tables: Sequence[str], json_file: str | None) -> None:
-        """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them."""
+    def compared(self, *, ranked: bool) -> list[str]:
+        """The two strategies to compare, or none.
+
+        Raises:
+            UsageError: another number of them, or unknown ones.
+        """
+        from eval.report import check_strategies
+
+        names = check_strategies(self.compare, ranked=ranked) if self.compare is not None else []
+        if len(names) not in (0, 2):
+            raise UsageError(f"--compare {self.compare}: name two strategies, separated by a comma")
+        return names
+
+    def show(self, tables: Sequence[str], json_file: str | None, rankings: Sequence[str] = ()) -> None:
+        """Prints the report of each ScoreTable; the JSON of one is an object, of several a list of them.
+
+        Args:
+            rankings: RankingTables, one for all ScoreTables or one for each.
+
+        Raises:
+            UsageError: another number of them.
+        """
         from eval.report import format_report, make_report
         from ralm_jax.text import write_text
 
+        if len(rankings) not in (0, 1, len(tables)):
+            raise UsageError(f"--ranking: name one RankingTable for all {len(tables)} ScoreTables, or one for each")
+        names, compare = self.names(ranked=bool(rankings)), self.compared(ranked=bool(rankings))
+        ranked = list(rankings) if len(rankings) == len(tables) else [*rankings, None][:1] * len(tables)
         reports = [
-            make_report(table, self.names(), zero_shot_tokens=self.zero_shot_tokens, seed=self.seed) for table in tables
+            make_report(
+                table, names, zero_shot_tokens=self.zero_shot_tokens, seed=self.seed, ranked=own, compare=compare
+            )
+            for table, own in zip(tables, ranked, strict=True)
         ]
         if json_file:
             content = [report.to_json() for report in reports]

@@ -104,7 +104,8 @@ class Reranker:
             if_exists=self.rerun.if_exists,
             announce=lambda line: print(line, flush=True),
         )
-        print(f"{self.out}/{MODEL}: the reranker, for `ralm rerank --reranker`")
+        sizes = f"--prefix-tokens {self.reranker.prefix_tokens} --pair-tokens {self.reranker.pair_tokens}"
+        print(f"The reranker, for `ralm rerank --reranker {self.out}/{MODEL} {sizes}`, is there.")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ralm_jax.encoder import transformer_folder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import locate
 from ralm_jax.layers import Dropout
-from ralm_jax.model import Model, config_file, load_model, matmul_precision, random_model, warn_of_overflow
+from ralm_jax.model import Model, config_file, family_of, load_model, matmul_precision, random_model, warn_of_overflow
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
 from ralm_jax.models.cross_encoder import states_pair_head
 from ralm_jax.sharding import on_mesh
@@ -73,9 +73,11 @@ def load_cross_encoder(
         RalmError: the model cannot be loaded exactly, or has no head and `new_head_seed` is not given.
     """
     path = transformer_folder(locate(model))
-    if states_pair_head(config_file(path)):
+    file = config_file(path)
+    if states_pair_head(file):
         loaded = load_model(model, path, CROSS_ENCODERS, dtype, mesh)
     elif new_head_seed is None:
+        family_of(file, ENCODERS)  # refuses what could not be trained either
         raise RalmError(
             f"{model}: no trained reranker (expected BertForSequenceClassification or RobertaForSequenceClassification "
             "with one label); name another, or train one from it"
@@ -141,29 +143,27 @@ def pair_tokens(
     prefix_tokens: int,
     keep: Keep = "end",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, token types (both int32) and real tokens (bool) of n pairs, (n, T); as `join_pairs`. A text that occurs
-    several times is tokenised once."""
+    """Tokens, token types (both int32) and real tokens (bool) of n pairs, (n, T): `join_pairs` of `cut_pairs`. A text
+    that occurs several times is tokenised once."""
     texts = list(dict.fromkeys([*prefixes, *passages]))
     known = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
-    return join_pairs(
-        pair_format(tokenizer), [known[text] for text in prefixes], [known[text] for text in passages],
-        max_tokens, prefix_tokens, keep,
-    )  # fmt: skip
+    first, second = [known[text] for text in prefixes], [known[text] for text in passages]
+    form = pair_format(tokenizer)
+    return join_pairs(form, *cut_pairs(form, first, second, max_tokens, prefix_tokens, keep), max_tokens)
 
 
-def join_pairs(
+def cut_pairs(
     form: PairFormat,
     prefixes: Sequence[np.ndarray],
     passages: Sequence[np.ndarray],
     max_tokens: int,
     prefix_tokens: int,
     keep: Keep = "end",
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, token types (both int32) and real tokens (bool), (n, T), of pairs of texts whose tokens are given.
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The tokens of pairs' texts, cut so that with the special tokens a pair has at most `max_tokens`.
 
     The prefix is cut to `prefix_tokens`: to its end, which is nearest to what is predicted, or to its start. The
-    passage loses its end where the pair would have more than `max_tokens`. T is the longest pair's length, rounded up
-    to a multiple of `BUCKET`, but at most `max_tokens`.
+    passage loses its end where there is no room for all of it.
 
     Raises:
         UsageError: prefix and special tokens leave a passage no room.
@@ -173,9 +173,18 @@ def join_pairs(
             f"a prefix of {prefix_tokens} tokens and {form.specials} special tokens leave a passage no room in "
             f"{max_tokens}; use a shorter prefix"
         )
-    prefixes = [own[:prefix_tokens] if keep == "start" else own[max(0, len(own) - prefix_tokens) :] for own in prefixes]
-    rooms = [max_tokens - form.specials - len(own) for own in prefixes]
-    passages = [own[:room] for own, room in zip(passages, rooms, strict=True)]
+    first = [own[:prefix_tokens] if keep == "start" else own[max(0, len(own) - prefix_tokens) :] for own in prefixes]
+    rooms = [max_tokens - form.specials - len(own) for own in first]
+    return first, [own[:room] for own, room in zip(passages, rooms, strict=True)]
+
+
+def join_pairs(
+    form: PairFormat, prefixes: Sequence[np.ndarray], passages: Sequence[np.ndarray], max_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, token types (both int32) and real tokens (bool), (n, T), of pairs as `cut_pairs` gives them.
+
+    T is the longest pair's length, rounded up to a multiple of `BUCKET`, but at most `max_tokens`.
+    """
     longest = max((len(a) + len(b) for a, b in zip(prefixes, passages, strict=True)), default=0) + form.specials
     shape = (len(prefixes), min(max_tokens, -(-longest // BUCKET) * BUCKET))
     tokens, types, valid = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)

@@ -53,6 +53,11 @@ def zero_shot(scores: Scores, tokens: int = 16) -> np.ndarray:
     return best(scores.past[:, 1:, kept - tokens :].sum(axis=2, dtype=np.float64), scores)
 
 
+def predictive(scores: Scores, values: np.ndarray) -> np.ndarray:
+    """The passage that a trained reranker scores highest (section 6.2, eq. 7); `values` (J, k) are its scores."""
+    return best(values, scores)
+
+
 def oracle(scores: Scores, k: int | None = None) -> np.ndarray:
     """The passage, among the first `k`, under which the target itself is most probable: the bound of any reranking.
 

@@ -111,6 +111,21 @@ class WindowSettings:
 
 
 @dataclass(frozen=True)
+class RerankSettings:
+    """What of a text and a passage a reranker reads."""
+
+    prefix_tokens: int = 128
+    """Tokens of the reranker's own before the target that it reads: long enough to say what the text is about, and a
+    passage of 100 words nearly always fits beside them in 320. A reranker should read what it was trained with."""
+    pair_tokens: int | None = None
+    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end. Default:
+    the reranker's positions."""
+
+    def __post_init__(self) -> None:
+        at_least(1, prefix_tokens=self.prefix_tokens, pair_tokens=self.pair_tokens)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """How parameters are learned. The paper states steps, batch size and peak learning rate; the rest is usual."""
 
@@ -148,7 +163,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, batch_size=self.batch_size, micro_batches=self.micro_batches)
         at_least(1, check_every=self.check_every, log_every=self.log_every)
-        for name, low, high in (("warmup", 0, 1), ("dropout", 0, 0.99), ("beta1", 0, 1), ("beta2", 0, 1)):
+        for name, low, high in (("warmup", 0, 1), ("dropout", 0, 0.99), ("beta1", 0, 0.9999), ("beta2", 0, 0.9999)):
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
         for name in ("learning_rate", "weight_decay", "clip"):
@@ -159,15 +174,13 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class RerankerSettings:
-    """What the predictive reranker learns from."""
+class RerankerSettings(RerankSettings):
+    """What a predictive reranker learns from."""
 
     k: int = 16
     """Passages a stride."""
-    max_tokens: int = 256
-    """Of a prefix and a passage together, in the reranker's tokens."""
-    prefix_tokens: int = 96
-    """Of these, the last ones before the target; the passage has what is left."""
+    pair_tokens: int = 320
+    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end."""
     held_out: float = 0.1
     """Share of the examples, the last ones of the text, that only evaluate."""
     loss: RerankerLoss = "marginal"
@@ -176,7 +189,8 @@ class RerankerSettings:
     """Of the reader's distribution in kl; higher is flatter."""
 
     def __post_init__(self) -> None:
-        at_least(1, k=self.k, max_tokens=self.max_tokens, prefix_tokens=self.prefix_tokens)
+        super().__post_init__()
+        at_least(1, k=self.k)
         if not 0 <= self.held_out < 1:
             raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
         if not 0 < self.temperature < float("inf"):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from eval.metrics import perplexity, text_perplexity
+from eval.metrics import paired_difference, perplexity, text_perplexity
 from eval.report import Report, check_strategies, format_report, policies
 from ralm_jax import ranking
 from ralm_jax.errors import UsageError
@@ -52,6 +52,13 @@ def test_policies(scores):
 def test_equals_go_to_the_higher_rank(scores):
     scores.past[0, 2] = scores.past[0, 1]
     assert ranking.zero_shot(scores, 2).tolist() == [1, 1, 0]
+
+
+def test_predictive(scores):
+    values = np.array([[-2.0, -1.0], [0.0, 9.0], [3.0, 3.0]], np.float32)
+    assert ranking.predictive(scores, values).tolist() == [2, 1, 0]
+    assert ranking.predictive(scores, np.zeros((3, 2), np.float32)).tolist() == [1, 1, 0]
+    assert policies(values=values)["predictive"](scores).tolist() == [2, 1, 0]
 
 
 def test_the_oracle_is_never_worse_than_a_passage(scores):
@@ -121,3 +128,17 @@ def test_strategies_are_checked():
     for listed in ("none,best", "", ","):
         with pytest.raises(UsageError, match="expected some of none, first, random, zero-shot, oracle"):
             check_strategies(listed)
+    assert check_strategies("predictive", ranked=True) == ["predictive"]
+    with pytest.raises(UsageError, match="predictive goes by a RankingTable: make one with `ralm rerank`"):
+        check_strategies("first,predictive")
+
+
+def test_report_of_a_comparison(scores):
+    found = paired_difference(scores, ranking.oracle(scores), ranking.none(scores))
+    figures = {"none": text_perplexity(scores, ranking.none(scores))}
+    report = Report("x", scores, figures, ("oracle", "none", found))
+    assert found.mean == pytest.approx((3 + 8 + 5 - 4 - 2 - 5) / 5)
+    line = f"oracle against none: +1.0000 nats a token, 95% interval [{found.low:+.4f}, {found.high:+.4f}], by a "
+    assert f"{line}bootstrap of 3 strides in blocks of 1." in format_report(report)
+    told = report.to_json()["comparison"]
+    assert (told["strategy"], told["against"], told["mean"], told["block"]) == ("oracle", "none", found.mean, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from ralm_jax.errors import UsageError
 from ralm_jax.models import ENCODERS, READERS
-from ralm_jax.settings import TrainSettings
+from ralm_jax.settings import RerankerSettings, TrainSettings
 from ralm_jax.sharding import make_mesh
 from ralm_jax.weights import flat_state
 from tests import tiny
@@ -80,3 +80,24 @@ def test_updates_are_adamw_with_clipping():
 def test_optimiser_state_is_float32_whatever_is_computed_in():
     state = make_optimizer(TrainSettings(dtype="bfloat16")).init({"kernel": jnp.ones((2, 2))})
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"batch_size": 6, "micro_batches": 4}, "4 micro batches do not divide a batch of 6"),
+        ({"warmup": 1.5}, "warmup must be from 0 to 1"),
+        ({"dropout": -0.1}, "dropout must be from 0"),
+        ({"learning_rate": float("nan")}, "learning rate must be 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense(changes, message):
+    with pytest.raises(UsageError, match=message):
+        TrainSettings(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"k": 0}, {"held_out": 1.0}, {"temperature": 0.0}, {"pair_tokens": 0}])
+def test_reranker_settings_that_make_no_sense(changes):
+    with pytest.raises(UsageError, match="must be"):
+        RerankerSettings(**changes)

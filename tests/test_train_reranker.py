@@ -19,6 +19,8 @@ from ralm_jax.text import Text
 from ralm_jax.tokenizer import load_tokenizer
 from retrieval.bm25 import build_index
 from retrieval.corpus import Passage
+from retrieval.reranker import rerank
+from retrieval.table import open_retrieval
 from tests import tiny
 from train import reranker as module
 from train.collect import collect
@@ -27,7 +29,7 @@ from train.loop import compiled_step, new_state
 from train.optim import make_optimizer
 from train.reranker import Evaluation, choice_figures, reranker_loss, train_reranker
 
-PAIRS = RerankerSettings(k=4, max_tokens=48, prefix_tokens=12, held_out=0.25)
+PAIRS = RerankerSettings(k=4, pair_tokens=48, prefix_tokens=12, held_out=0.25)
 SETTINGS = TrainSettings(steps=6, batch_size=8, learning_rate=1e-3, check_every=3, log_every=2, dropout=0.1)
 
 
@@ -233,8 +235,14 @@ def test_it_learns_which_passage_helps(init, examples, maker):
     assert after["held_out_loss"] < before["held_out_loss"] / 5
 
 
+def ranked_begins(data, text):
+    """The first character of the target of every stride of the table."""
+    _, offsets = tiny.tokenizer().encode_with_offsets(text.content)
+    return offsets[open_retrieval(str(data / "retrieval")).begins, 0]
+
+
 class TestTraining:
-    def test_the_result_is_the_best_checkpoint_and_loads(self, tmp_path, data, text, init):
+    def test_the_result_is_the_best_checkpoint_and_ranks_as_in_training(self, tmp_path, data, text, init):
         said = []
         options = {"settings": SETTINGS, "reranker": PAIRS, "mesh": make_mesh(data=1), "announce": said.append}
         trained = train_reranker(str(init), str(data), text, str(tmp_path / "out"), **options)
@@ -251,14 +259,29 @@ class TestTraining:
         found = Evaluation(loaded, maker, held, PAIRS, SETTINGS)(loaded.state)
         assert found["held_out_loss"] == pytest.approx(min(checked.values()), rel=1e-6)
         assert said[0].endswith("have no passage")
+
+        ranked = rerank(
+            loaded, load_tokenizer(str(tmp_path / "out" / "model")), open_retrieval(str(data / "retrieval")), passages,
+            text, tiny.tokenizer(), str(tmp_path / "ranking"), settings=PAIRS,
+        )  # fmt: skip
+        own = np.isin(ranked_begins(data, text), held.begins)
+        scores = Evaluation(loaded, maker, held, PAIRS, SETTINGS).scores(loaded.state)[0]
+        there = held.rows >= 0
+        np.testing.assert_allclose(ranked.scores[own][:, :4][there], scores[there], atol=1e-5)
+
         again = train_reranker(str(init), str(data), text, str(tmp_path / "out"), if_exists="resume", **options)
         tiny.assert_same(again.state, trained.state)
 
-    def test_more_tokens_than_positions(self, tmp_path, data, text, init):
-        with pytest.raises(UsageError, match="--max-tokens 100 is more than the 64 positions"):
+    def test_sizes_that_do_not_fit_are_refused_first(self, tmp_path, data, text, init):
+        with pytest.raises(UsageError, match="--pair-tokens 100 is more than the 64 positions"):
             train_reranker(
                 str(init), str(data), text, str(tmp_path / "out"), settings=SETTINGS,
-                reranker=dataclasses.replace(PAIRS, max_tokens=100), mesh=make_mesh(data=1),
+                reranker=dataclasses.replace(PAIRS, pair_tokens=100), mesh=make_mesh(data=1),
+            )  # fmt: skip
+        with pytest.raises(UsageError, match="use a shorter prefix"):
+            train_reranker(
+                str(init), str(data), text, str(tmp_path / "out"), settings=SETTINGS,
+                reranker=dataclasses.replace(PAIRS, prefix_tokens=45), mesh=make_mesh(data=1),
             )  # fmt: skip
         assert not (tmp_path / "out").exists()
 
@@ -291,11 +314,11 @@ def test_the_commands(tmp_path, monkeypatch, capsys, tiny_model, init, text):
     assert "--resume" in told.err
 
     training = ["train", "reranker", "--init", init, "--data", "data", "--text", "text.txt", "--out", "out", "--k", 3,
-                "--max-tokens", 48, "--prefix-tokens", 12, "--held-out", 0.25, "--steps", 2, "--batch-size", 8,
-                "--check-every", 1, "--learning-rate", 1e-3]  # fmt: skip
+                "--pair-tokens", 48, "--prefix-tokens", 12, "--held-out", 0.25, "--steps", 2, "--batch-size", 8,
+                "--check-every", 1, "--learning-rate", 1e-3, "--dropout", 0]  # fmt: skip
     code, told = ralm(*training)
     assert code == 0, told.err
-    assert told.out.splitlines()[-1] == "out/model: the reranker, for `ralm rerank --reranker`"
+    assert "`ralm rerank --reranker out/model --prefix-tokens 12 --pair-tokens 48`" in told.out.splitlines()[-1]
     assert "\r" not in told.out + told.err
     assert load_tokenizer("out/model").fingerprint == load_tokenizer(str(init)).fingerprint
     code, told = ralm(*training)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from eval.lm import open_retrieved
-from ralm_jax.cross_encoder import join_pairs, pair_format
+from ralm_jax.cross_encoder import cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.score_table import open_scores
 from ralm_jax.settings import RerankerSettings
@@ -121,23 +121,29 @@ class Batch(NamedTuple):
 
 
 class PairMaker:
-    """Examples as arrays: the prefix of a stride, paired with each of its passages."""
+    """Examples as arrays: the prefix of a stride, paired with each of its passages.
+
+    Raises:
+        UsageError: the prefix leaves a passage no room.
+    """
 
     def __init__(self, text: Text, passages: PassageRows, tokenizer: Tokenizer, settings: RerankerSettings):
         self._text, self._passages, self._tokenizer, self._settings = text.content, passages, tokenizer, settings
         self._format, self.reach = pair_format(tokenizer), PREFIX_CHARACTERS * settings.prefix_tokens
+        cut_pairs(self._format, [], [], settings.pair_tokens, settings.prefix_tokens)  # refuses what cannot fit
 
     def __call__(self, examples: Examples, row: int) -> Batch:
         """Example `row`, without the batch axis."""
         settings, rows = self._settings, examples.rows[row]
         there = rows >= 0
         begin = int(examples.begins[row])
-        texts = [self._text[max(0, begin - self.reach) : begin], *self._passages.contents(rows[there])]
-        prefix, *passages = self._tokenizer.encode_batch(texts)
-        pairs = join_pairs(
-            self._format, [prefix] * len(passages), passages, settings.max_tokens, settings.prefix_tokens
+        before = self._text[max(0, begin - self.reach) : begin]
+        prefix, *passages = self._tokenizer.encode_batch([before, *self._passages.contents(rows[there])])
+        texts = cut_pairs(
+            self._format, [prefix] * len(passages), passages, settings.pair_tokens, settings.prefix_tokens
         )
-        shape = (len(rows), settings.max_tokens)
+        pairs = join_pairs(self._format, *texts, settings.pair_tokens)
+        shape = (len(rows), settings.pair_tokens)
         tokens, types, valid = (np.zeros(shape, part.dtype) for part in pairs)
         for whole, part in zip((tokens, types, valid), pairs, strict=True):
             whole[there, : part.shape[1]] = part

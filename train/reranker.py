@@ -56,9 +56,9 @@ def train_reranker(
         RalmError: the data are of another text, too few, or damaged; the model cannot be loaded, trained or written.
     """
     model = load_cross_encoder(init, mesh=mesh, new_head_seed=settings.seed)
-    if reranker.max_tokens > model.config.max_positions:
+    if reranker.pair_tokens > model.config.max_positions:
         raise UsageError(
-            f"--max-tokens {reranker.max_tokens} is more than the {model.config.max_positions} positions of {init}"
+            f"--pair-tokens {reranker.pair_tokens} is more than the {model.config.max_positions} positions of {init}"
         )
     tokenizer = load_tokenizer(init)
     examples, passages = read_examples(data, text, reranker.k, index)

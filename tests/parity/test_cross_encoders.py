@@ -120,3 +120,20 @@ def test_pairs_are_those_of_transformers(kind, tmp_path):
     np.testing.assert_array_equal(tokens[valid], expected["input_ids"][valid])
     np.testing.assert_array_equal(types[valid], expected["token_type_ids"][valid])
     assert types.any() == (kind == "bert")
+
+
+def test_minilm_with_a_new_head_on_real_pairs(minilm, tmp_path):
+    """A real tokenizer and real weights, from texts to scores; saved by us, read by transformers."""
+    ours = load_cross_encoder(str(minilm), mesh=make_mesh(data=1), new_head_seed=0)
+    ours.save(tmp_path / "saved")
+    model, tokenizer = reloaded(tmp_path / "saved"), transformers.AutoTokenizer.from_pretrained(minilm)
+    prefixes = ["A sower went out to sow,", "", "naïve façades; 1,234 of them"]
+    passages = ["Sower\nThe parable of the sower is in three gospels.", "word " * 300, "日本語 and Ωμέγα"]
+    inputs = tokenizer(prefixes, passages, truncation="only_second", max_length=200, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**inputs).logits[:, 0].numpy()
+    tokens, types, valid = pair_tokens(load_tokenizer(str(minilm)), prefixes, passages, 200, 100)
+    np.testing.assert_array_equal(tokens[valid], inputs["input_ids"].numpy()[inputs["attention_mask"].numpy() == 1])
+    np.testing.assert_array_equal(types, inputs["token_type_ids"].numpy())
+    assert expected.std() > 1e-3
+    np.testing.assert_allclose(ours.scores(tokens, types, valid), expected, atol=TOLERANCE)
