@@ -183,6 +183,8 @@ class RerankerSettings(RerankSettings):
     """Tokens that prefix and passage may have together, special tokens included; the passage loses its end."""
     held_out: float = 0.1
     """Share of the examples, the last ones of the text, that only evaluate."""
+    held_out_limit: int = 2000
+    """At most so many of these, evenly spread, are evaluated on."""
     loss: RerankerLoss = "marginal"
     """marginal: the paper's equation 9. kl: the reader's own distribution over the passages is the target."""
     temperature: float = 1.0
@@ -190,7 +192,7 @@ class RerankerSettings(RerankSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, k=self.k)
+        at_least(1, k=self.k, held_out_limit=self.held_out_limit)
         if not 0 <= self.held_out < 1:
             raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
         if not 0 < self.temperature < float("inf"):

@@ -96,19 +96,26 @@ class TestExamples:
     @pytest.mark.parametrize("held_out", [0.1, 0.25, 0.5])
     def test_no_held_out_prefix_has_a_target_of_training_in_it(self, examples, held_out):
         found, _ = examples
-        training, held = split(found, held_out, reach=60)
+        training, held = split(found, held_out, 1000, reach=60)
         assert training.ends.max() <= held.begins.min() - 60
         wanted = held_out * len(found)
         assert wanted - 10 <= len(held) <= wanted + 1
         assert len(training) >= (1 - held_out) * len(found) - 2
 
+    def test_no_more_are_held_out_than_wanted(self, examples):
+        (training, held), (same, some) = (split(examples[0], 0.5, limit, reach=60) for limit in (1000, 5))
+        assert len(training) == len(same)
+        assert len(some) == 5
+        assert (some.begins[0], some.begins[-1]) == (held.begins[0], held.begins[-1])
+        assert np.isin(some.begins, held.begins).all()
+
     def test_nothing_held_out(self, examples):
-        training, held = split(examples[0], 0, reach=60)
+        training, held = split(examples[0], 0, 1000, reach=60)
         assert (len(training), len(held)) == (len(examples[0]), 0)
 
     def test_too_few_to_hold_some_out(self, examples):
         with pytest.raises(RalmError, match="4 examples leave 3 to train on and 0 held out"):
-            split(examples[0].only(np.arange(4)), 0.25, reach=10**6)
+            split(examples[0].only(np.arange(4)), 0.25, 1000, reach=10**6)
 
 
 class TestBatches:
@@ -219,7 +226,7 @@ def test_it_learns_which_passage_helps(init, examples, maker):
     log_probs = np.where(there, np.where(helps[found.rows], -20.0, -30.0), 0).astype(np.float32)
     made = dataclasses.replace(found, log_probs=log_probs)
     settings = dataclasses.replace(SETTINGS, steps=60, learning_rate=3e-3, dropout=0.0)
-    training, held = split(made, 0.25, reach=60)
+    training, held = split(made, 0.25, 1000, reach=60)
     model = load_cross_encoder(str(init), mesh=make_mesh(data=1), new_head_seed=0)
     evaluate = Evaluation(model, maker, held, PAIRS, settings)
     before = evaluate(model.state)
@@ -255,7 +262,7 @@ class TestTraining:
         assert sorted(checked) == [0, 3, 6]
         held, passages = read_examples(str(data), text, 4)
         maker = PairMaker(text, passages, load_tokenizer(str(tmp_path / "out" / "model")), PAIRS)
-        _, held = split(held, 0.25, maker.reach)
+        _, held = split(held, 0.25, 1000, maker.reach)
         found = Evaluation(loaded, maker, held, PAIRS, SETTINGS)(loaded.state)
         assert found["held_out_loss"] == pytest.approx(min(checked.values()), rel=1e-6)
         assert said[0].endswith("have no passage")

@@ -88,8 +88,9 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
     ), passages
 
 
-def split(examples: Examples, held_out: float, reach: int) -> tuple[Examples, Examples]:
-    """Examples to train on, and the share `held_out` of them that is last in the text.
+def split(examples: Examples, held_out: float, limit: int, reach: int) -> tuple[Examples, Examples]:
+    """Examples to train on, and the share `held_out` of them that is last in the text; at most `limit` of these, evenly
+    spread.
 
     Those between are dropped: a held-out prefix, which begins up to `reach` characters before its target, has no target
     of training in it.
@@ -106,7 +107,8 @@ def split(examples: Examples, held_out: float, reach: int) -> tuple[Examples, Ex
             f"{len(examples)} examples leave {len(training)} to train on and {len(held)} held out; make more of them, "
             "change --held-out, or lower --prefix-tokens"
         )
-    return training, held
+    spread = np.linspace(0, len(held) - 1, min(limit, len(held)))
+    return training, held.only(spread.round().astype(np.int64))
 
 
 class Batch(NamedTuple):
@@ -155,21 +157,31 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Shuffled batches `start` to `stop`, each of which follows from `seed` alone; made by threads ahead of their use.
     An epoch ends within a batch, so none is short."""
-    import grain
+    from grain import MapDataset
 
-    rows = grain.MapDataset.source(range(len(examples))).seed(seed).shuffle()
+    rows = MapDataset.source(range(len(examples))).seed(seed).shuffle()
     rows = rows.repeat(-(-stop * batch_size // len(examples)))
     batches = rows.map(lambda row: make(examples, row)).batch(batch_size, batch_fn=stack)
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS)
-    return iter(batches.slice(slice(start, stop)).to_iter_dataset(options))
+    return ahead(batches.slice(slice(start, stop)))
 
 
 def held_out_batches(make: PairMaker, examples: Examples, batch_size: int) -> Iterator[Batch]:
     """All examples in order; the last batch is filled up with examples of no weight."""
-    for start in range(0, len(examples), batch_size):
-        rows = np.arange(start, start + batch_size)
-        batch = stack([make(examples, int(row)) for row in np.minimum(rows, len(examples) - 1)])
-        yield batch._replace(weight=(rows < len(examples)).astype(np.float32))
+    from grain import MapDataset
+
+    def batch(number: int) -> Batch:
+        rows = np.arange(number * batch_size, (number + 1) * batch_size)
+        made = stack([make(examples, int(row)) for row in np.minimum(rows, len(examples) - 1)])
+        return made._replace(weight=(rows < len(examples)).astype(np.float32))
+
+    return ahead(MapDataset.range(-(-len(examples) // batch_size)).map(batch))
+
+
+def ahead(batches: Any) -> Iterator[Batch]:
+    """The batches of a Grain data set, made by threads while earlier ones are used."""
+    from grain import ReadOptions
+
+    return iter(batches.to_iter_dataset(ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS)))
 
 
 def stack(parts: Sequence[Batch]) -> Batch:

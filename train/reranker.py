@@ -63,10 +63,9 @@ def train_reranker(
     tokenizer = load_tokenizer(init)
     examples, passages = read_examples(data, text, reranker.k, index)
     make = PairMaker(text, passages, tokenizer, reranker)
-    training, held = split(examples, reranker.held_out, make.reach)
+    training, held = split(examples, reranker.held_out, reranker.held_out_limit, make.reach)
     announce(
-        f"{len(training):,} examples to train on, {len(held):,} held out, "
-        f"{len(examples) - len(training) - len(held):,} between them; {examples.without_passage:,} have no passage"
+        f"{len(training):,} examples to train on, {len(held):,} held out; {examples.without_passage:,} have no passage"
     )
     task = Task(
         params=model.state,
