@@ -7,6 +7,7 @@ lost at the start of the prefix, never from the passage.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -27,6 +28,16 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def only(self, strides: np.ndarray) -> "Schedule":
+        """The first window and `strides` (indices after it, ascending)."""
+        kept = np.concatenate([[0], strides]).astype(np.int64)
+        return Schedule(self.num_tokens, self.starts[kept], self.targets[kept], self.ends[kept])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of which tokens are predicted."""
+        return sha256(np.stack([self.targets, self.ends]).tobytes()).hexdigest()
 
 
 def make_schedule(num_tokens: int, settings: StrideSettings) -> Schedule:
