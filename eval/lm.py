@@ -97,13 +97,14 @@ def score(
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
     check_reader(text, reader, tokenizer, tokens, strides.window)
     sample = {} if schedule is None else {"sample_sha256": schedule.fingerprint}
-    if sample and windows.block_strides(strides) > 1:
-        raise UsageError("a sample of strides has no neighbours to share windows with; leave --block out")
+    if (sample or strides_of_retrieval) and windows.block_strides(strides) > 1:
+        which = "a sample of strides" if sample else "strides of another tokenizer"
+        raise UsageError(f"{which} cannot share windows; leave --block out")
     if strides_of_retrieval:
         schedule, strides, characters = retrieved_schedule(retrieved, text, offsets[:, 1], strides, windows.past)
     else:
         schedule = schedule or make_schedule(len(tokens), strides)
-        characters = stride_characters(schedule, offsets[:, 1])
+        characters = stride_characters(schedule, offsets)
         check_retrieved(retrieved, text, tokens, tokenizer, schedule, strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
     rows, found, passages = candidate_rows(retrieved, len(schedule), k)
@@ -193,7 +194,9 @@ def check_retrieved(
     if retrieved is not None:
         table, _ = retrieved
         table.check_schedule(schedule, f"window {strides.window} and stride {strides.stride}")
-        table.check_text(text, tokens, tokenizer)
+        table.check_text(
+            text, tokens, tokenizer, advice="; add --strides-of-retrieval to score its strides nevertheless"
+        )
 
 
 def retrieved_schedule(

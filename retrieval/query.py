@@ -114,7 +114,7 @@ def retrieve(
     own = retriever.tokenizer if queries.query_tokens == "retriever" else None
     wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)
-    writer = RetrievalWriter(folder, stride_characters(schedule, offsets[:, 1]), queries.k)
+    writer = RetrievalWriter(folder, stride_characters(schedule, offsets), queries.k)
     missing = writer.missing()
     disable = None if progress is None else not progress
     with tqdm(total=sum(map(len, missing)), unit="query", disable=disable) as bar:
