@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eval.sweep_rows import Row
@@ -39,23 +40,34 @@ def x_axis(sizes: Mapping[str, int], asked: str | None = None) -> str | None:
     return asked or next(iter(several), None)
 
 
-def draw(path: str, rows: Sequence[Row], x: str | None, text: str) -> None:
-    """Writes the picture of a sweep as PNG.
+def draw(path: str, rows: Sequence[Row], x: str | None, text: str, **options: Any) -> None:
+    """Writes the picture of a sweep as PNG; `options` are those of `picture`.
 
     Raises:
         RalmError: it cannot be written.
     """
-    made = picture(rows, x, text)
+    made = picture(rows, x, text, **options)
     with replacing(path) as part:
         made.savefig(part, format="png", dpi=150)
 
 
-def picture(rows: Sequence[Row], x: str | None, text: str) -> "Figure":
-    """The figure of a sweep: perplexity per token, of several readers per word.
+def picture(
+    rows: Sequence[Row],
+    x: str | None,
+    text: str,
+    *,
+    words: bool | None = None,
+    bars: str = "retriever",
+    stated: Mapping[tuple[str, str], float] = MappingProxyType({}),
+) -> "Figure":
+    """The figure of a sweep.
 
     Args:
         x: of `x_axis`.
         text: what was predicted, for the title.
+        words: perplexity per word, not per token; None for "of several readers, if they have it".
+        bars: what bars stand for, where there is no `x`.
+        stated: perplexities by reader and strategy that are marked at the bars, as the paper's.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,9 +75,10 @@ def picture(rows: Sequence[Row], x: str | None, text: str) -> "Figure":
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    words = len({row.reader for row in rows}) > 1 and all(row.result.word_ppl for row in rows)
+    if words is None:
+        words = len({row.reader for row in rows}) > 1 and all(row.result.word_ppl for row in rows)
     if x is None:
-        draw_bars(axes, rows)
+        draw_bars(axes, rows, bars, words, stated)
     else:
         draw_lines(axes, rows, x, words)
         axes.set_xlabel(LABELS[x])
@@ -146,17 +159,24 @@ def reader_places(rows: Sequence[Row]) -> dict[str, float]:
     return sizes if len(set(sizes.values())) == len(sizes) else {name: float(i) for i, name in enumerate(sizes)}
 
 
-def draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
-    """A bar for every retriever and strategy, and a dashed level without passages."""
-    ranked = [row for row in rows if row.strategy != "none"]
-    retrievers, strategies = values(rows, "retriever"), list(dict.fromkeys(row.strategy for row in ranked))
+def draw_bars(
+    axes: "Axes", rows: Sequence[Row], field: str, words: bool, stated: Mapping[tuple[str, str], float]
+) -> None:
+    """A bar for every value of a field and every strategy, and a dashed level for rows that have no value."""
+    own = [row for row in rows if value(row, field) is not None]
+    names, strategies = values(rows, field), list(dict.fromkeys(row.strategy for row in own))
     width = 0.8 / max(1, len(strategies))
+    marks = []
     for i, strategy in enumerate(strategies):
-        own = [row for row in ranked if row.strategy == strategy]
-        places = [retrievers.index(row.retriever) + (i - (len(strategies) - 1) / 2) * width for row in own]
-        bars = axes.bar(places, [ppl(row, False) for row in own], 0.9 * width, label=strategy)
+        group = [row for row in own if row.strategy == strategy]
+        places = [names.index(value(row, field)) + (i - (len(strategies) - 1) / 2) * width for row in group]
+        bars = axes.bar(places, [ppl(row, words) for row in group], 0.9 * width, label=strategy)
         axes.bar_label(bars, fmt="{:,.2f}", fontsize="small")
+        found = [(place, stated.get((row.reader, strategy))) for place, row in zip(places, group, strict=True)]
+        marks += [(place, level) for place, level in found if level is not None]
+    if marks:
+        axes.plot(*zip(*marks, strict=True), "k_", markersize=16, label="paper")
     for row in rows:
-        if row.strategy == "none":
-            axes.axhline(ppl(row, False), color="0.3", linestyle=NONE, label="none")
-    axes.set_xticks(range(len(retrievers)), labels=retrievers)
+        if value(row, field) is None:
+            axes.axhline(ppl(row, words), color="0.3", linestyle=NONE, label=row.strategy)
+    axes.set_xticks(range(len(names)), labels=names)

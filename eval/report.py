@@ -59,10 +59,13 @@ class Beside:
     ranker: Any = None
 
 
-RERANKER = "a RankingTable: make one with `ralm rerank` and name it to `ralm report` with --ranking"
+RERANKER = (
+    "a RankingTable: make one with `ralm rerank` and name it to `ralm report` with --ranking, or have `ralm sweep` "
+    "make it with --reranker"
+)
 RANKER = (
     "another reader's ScoreTable: make one with `ralm score --strides-of-retrieval` and name it to `ralm report` with "
-    "--zero-shot-by"
+    "--zero-shot-by, or have `ralm sweep` make it with its --zero-shot-by"
 )
 NEEDS = {"predictive": RERANKER, "predictive-mixture": RERANKER, "zero-shot-by": RANKER}
 

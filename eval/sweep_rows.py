@@ -2,12 +2,14 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eval.metrics import Perplexity
 from eval.report import number
+from ralm_jax.errors import RalmError
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Row:
         parameters: of the reader.
         table: name of the ScoreTable's folder.
         none: the perplexity without passages.
+        ranker: the other reader or the reranker that the strategy goes by; empty for none.
+        ranker_table: name of the folder of its ScoreTable or RankingTable.
     """
 
     reader: str
@@ -32,6 +36,8 @@ class Row:
     table: str
     result: Perplexity
     none: Perplexity
+    ranker: str = ""
+    ranker_table: str = ""
 
     @property
     def vs_none(self) -> float | None:
@@ -59,6 +65,9 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "nll": lambda row: row.result.nll,
     "parameters": lambda row: row.parameters,
     "table": lambda row: row.table,
+    "ranker": lambda row: row.ranker,
+    "ranker_table": lambda row: row.ranker_table,
+    "nll_none": lambda row: row.none.nll,
 }
 
 
@@ -69,6 +78,45 @@ def format_csv(rows: Sequence[Row]) -> str:
     writer.writerow(COLUMNS)
     writer.writerows([value(row) for value in COLUMNS.values()] for row in rows)
     return file.getvalue()
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows that `format_csv` wrote.
+
+    Raises:
+        RalmError: the file has other columns, or a broken row.
+    """
+    rows = []
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        lacking = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if lacking:
+            raise RalmError(f"{path}: has no column {lacking[0]}; run the sweep anew, which keeps its tables")
+        for cells in reader:
+            try:
+                rows.append(parse_row(cells))
+            except (TypeError, ValueError) as error:
+                raise RalmError(f"{path}:{reader.line_num}: not a row of a sweep ({error})") from None
+    return rows
+
+
+def parse_row(cells: Mapping[str, str]) -> Row:
+    """
+    Raises:
+        ValueError, TypeError: a number is missing or is none.
+    """
+    counts = {name: int(cells[name]) for name in ("tokens", "scored_tokens", "words", "strides")}
+    return Row(
+        cells["reader"], int(cells["parameters"]), cells["retriever"] or None, optional(cells["query_length"]),
+        int(cells["stride"]), optional(cells["k"]), int(cells["window"]), cells["strategy"], cells["table"],
+        Perplexity(float(cells["nll"]), **counts, strides_without_passage=int(cells["strides_without_passage"])),
+        Perplexity(float(cells["nll_none"]), **counts, strides_without_passage=counts["strides"]),
+        cells["ranker"], cells["ranker_table"],
+    )  # fmt: skip
+
+
+def optional(cell: str) -> int | None:
+    return int(cell) if cell else None
 
 
 def format_rows(rows: Sequence[Row]) -> str:

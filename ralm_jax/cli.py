@@ -30,7 +30,7 @@ from ralm_jax.cli_options import (
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
 from ralm_jax.cli_selective import Selective
-from ralm_jax.cli_sweep import Sweep
+from ralm_jax.cli_sweep import Paper, Sweep
 from ralm_jax.cli_train import Train
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
@@ -278,7 +278,7 @@ class LM:
         from eval.lm import language_model
 
         self.windows.passage_limit(self.strides)  # known before anything is loaded
-        self.report.check_past(self.windows)
+        self.report.check_past(self.report.names(), self.windows)
         batch_size, text, excluded = self.reader.windows_a_batch(), self.text.read(), self.exclude.titles(self.text)
         passages, count, source = self.passages.open(self.corpus, self.text.dataset, self.text.data_path)
         tokenizer, reader = self.reader.load(self.model)
@@ -314,6 +314,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "search": Search,
     "lm": LM,
     "sweep": Sweep,
+    "paper": Paper,
     "train": Train,
     "eval-retrieval": EvalRetrieval,
     "convert-retrieval": ConvertRetrieval,

@@ -251,12 +251,12 @@ class ReportOptions:
         self.compared(ranked=ranked, by_another=by_another)
         return check_strategies(self.strategies, ranked=ranked, by_another=by_another)
 
-    def check_past(self, windows: WindowSettings) -> None:
+    def check_past(self, names: Sequence[str], windows: WindowSettings) -> None:
         """
         Raises:
             UsageError: fewer past tokens are to be scored than zero-shot reranking goes by.
         """
-        if "zero-shot" in self.names() and self.zero_shot_tokens > windows.past:
+        if {"zero-shot", "zero-shot-by"} & set(names) and self.zero_shot_tokens > windows.past:
             raise UsageError(
                 f"zero-shot reranking by {self.zero_shot_tokens} tokens needs as many past tokens, not "
                 f"{windows.past}: raise --past, or lower --zero-shot-tokens"

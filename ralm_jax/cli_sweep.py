@@ -1,11 +1,13 @@
-"""The command that draws figures. As in `cli`, nothing heavy is imported before it runs."""
+"""The commands that draw figures. As in `cli`, nothing heavy is imported before they run."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, ReportOptions, TextOptions
+from tyro.conf import create_mutex_group
+
+from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, ReportOptions, TextOptions, check_output_file
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import (
     DenseSearch,
@@ -13,6 +15,7 @@ from ralm_jax.settings import (
     Preset,
     QuerySettings,
     QueryTokens,
+    RerankSettings,
     StrideSettings,
     WindowSettings,
     at_least,
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from eval.sweep import Grid
 
 T = TypeVar("T")
+ONE_OF_PAPER = create_mutex_group(required=True, title="what of the paper")
 
 
 @dataclass(frozen=True)
@@ -60,32 +64,57 @@ class Sweep:
     exclude: ExcludeOptions = ExcludeOptions()
     dense_search: DenseSearch = "jax"
     """What searches a dense index; the hits are the same."""
+    zero_shot_by: str | None = None
+    """Another reader, of any vocabulary, for the strategy zero-shot-by: it ranks what is retrieved for all readers."""
+    ranker_window: int | None = None
+    """Tokens a window of --zero-shot-by. Default: as the readers', or its number of positions if these are fewer."""
+    reranker: str | None = None
+    """A cross-encoder, as of `ralm rerank`, for the strategies predictive and predictive-mixture."""
+    rerank: RerankSettings = RerankSettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
     report: ReportOptions = ReportOptions()
 
     def run(self) -> None:
         from eval import plots, sweep
-        from eval.report import Beside, policies
+        from eval.report import Beside
         from eval.sweep_rows import format_csv, format_rows
         from ralm_jax.text import write_text
 
-        self.report.check_past(self.windows)
-        known = policies(Beside(self.report.zero_shot_tokens, self.report.seed, self.report.temperature))
-        strategies = {name: known[name] for name in self.report.names()}
-        grid = self.grid(retrieves=strategies.keys() != {"none"})
+        strategies = self.strategies()
+        self.report.check_past(strategies, self.windows)
+        beside = Beside(self.report.zero_shot_tokens, self.report.seed, self.report.temperature)
+        grid = self.grid(retrieves=set(strategies) != {"none"})
         x = plots.x_axis(grid.sizes, self.x)
         text = self.text.read()
         made = sweep.Sweep(
             self.out, text, grid, self.windows, tokenizer=self.reader.tokenizer,
             dtype=self.reader.dtype, batch_size=self.reader.windows_a_batch(), excluded=self.exclude.titles(self.text),
-            dense_search=self.dense_search, announce=lambda line: print(line, flush=True),
+            zero_shot_by=self.zero_shot_by, ranker_window=self.ranker_window, reranker=self.reranker,
+            rerank=self.rerank, dense_search=self.dense_search, announce=lambda line: print(line, flush=True),
         )  # fmt: skip
-        rows = made.run(strategies, dataclasses.asdict(self))
+        rows = made.run(strategies, beside, dataclasses.asdict(self))
         out = Path(self.out).expanduser()
         write_text(str(out / "sweep.csv"), format_csv(rows))
         plots.draw(str(out / "sweep.png"), rows, x, Path(text.origin).name)
         print(f"{format_rows(rows)}\n\nTables, sweep.csv and sweep.png are in {self.out}.")
+
+    def strategies(self) -> list[str]:
+        """
+        Raises:
+            UsageError: one that goes by a model that is not named, or a model that none goes by.
+        """
+        at_least(1, ranker_window=self.ranker_window)
+        if self.ranker_window is not None and not self.zero_shot_by:
+            raise UsageError("--ranker-window is for --zero-shot-by")
+        if self.rerank != RerankSettings() and not self.reranker:
+            raise UsageError("--prefix-tokens and --pair-tokens are for --reranker")
+        names = self.report.names(ranked=bool(self.reranker), by_another=bool(self.zero_shot_by))
+        users = {"--zero-shot-by": (self.zero_shot_by, "zero-shot-by"), "--reranker": (self.reranker, "predictive")}
+        for option, (model, strategy) in users.items():
+            if model and not any(name.startswith(strategy) for name in names):
+                raise UsageError(f"{option} {model}: nothing goes by it; add {strategy} to --strategies")
+        return names
 
     def grid(self, retrieves: bool) -> "Grid":
         """
@@ -108,6 +137,47 @@ class Sweep:
         if not self.index:
             raise UsageError("--index: name at least one, or ask for --strategies none alone")
         return Grid(models, distinct("index", self.index), strides, queries, ks)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The paper's tables and figures, with what sweeps found beside what it states."""
+
+    sweep: tuple[str, ...]
+    """Folders that `ralm sweep` made."""
+    table: Annotated[Literal[1, 2, 3, 5] | None, ONE_OF_PAPER] = None
+    """GPT-2 on five texts (1), LLaMA (2), small models that rerank for large ones (3), GPT-Neo and GPT-J (5)."""
+    figure: Annotated[Literal[1, 4, 5, 6, 7] | None, ONE_OF_PAPER] = None
+    """Perplexity by reader (1), over reader size (4), stride (5), query length (6) and passages to choose from (7)."""
+    csv: str | None = None
+    """Also write a table's numbers to this file."""
+    out: str | None = None
+    """PNG for a figure; its numbers go into a CSV of the same name."""
+
+    def run(self) -> None:
+        from eval import paper
+        from ralm_jax.text import write_text
+
+        if not self.sweep:
+            raise UsageError("--sweep: name at least one")
+        if (self.figure is None) != (self.out is None) or (self.figure is not None and self.csv is not None):
+            raise UsageError("--figure needs --out for its PNG, and --table takes --csv")
+        out = Path(self.out).with_suffix(".csv") if self.out else None
+        if out is not None and str(out) == self.out:
+            raise UsageError(f"{self.out}: is for the figure's numbers; name its PNG with --out")
+        for file in (self.csv, self.out):
+            check_output_file(file)
+        found = paper.read_sweeps(self.sweep)
+        if self.table is not None:
+            cells = paper.table_cells(self.table, found)
+            print(f"{paper.format_table(self.table, cells)}\n\n{paper.format_matches(cells)}")
+            if self.csv:
+                write_text(self.csv, paper.format_cells(cells))
+        elif self.figure is not None and self.out is not None:
+            cells = paper.figure_cells(self.figure, found)
+            paper.draw_figure(self.figure, cells, self.out)
+            write_text(str(out), paper.format_cells(cells))
+            print(f"{self.out}: figure {self.figure}; its numbers are in {out}\n\n{paper.format_matches(cells)}")
 
 
 def distinct(name: str, values: tuple[T, ...]) -> tuple[T, ...]:

@@ -12,11 +12,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import models
 
+from ralm_jax.config import ConfigFile
 from ralm_jax.encoder import transformer_folder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import locate
 from ralm_jax.layers import Dropout
-from ralm_jax.model import Model, config_file, family_of, load_model, matmul_precision, random_model, warn_of_overflow
+from ralm_jax.model import (
+    Model,
+    config_file,
+    family_of,
+    load_model,
+    matmul_precision,
+    random_model,
+    unloaded_model,
+    warn_of_overflow,
+)
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
 from ralm_jax.models.cross_encoder import states_pair_head
 from ralm_jax.sharding import on_mesh
@@ -77,15 +87,37 @@ def load_cross_encoder(
     if states_pair_head(file):
         loaded = load_model(model, path, CROSS_ENCODERS, dtype, mesh)
     elif new_head_seed is None:
-        family_of(file, ENCODERS)  # refuses what could not be trained either
-        raise RalmError(
-            f"{model}: no trained reranker (expected BertForSequenceClassification or RobertaForSequenceClassification "
-            "with one label); name another, or train one from it"
-        )
+        raise no_head(model, file)
     else:
         loaded = with_new_head(load_model(model, path, ENCODERS, dtype, mesh), new_head_seed)
     warn_of_overflow(loaded)
     return CrossEncoder(**vars(loaded))
+
+
+def unloaded_cross_encoder(model: str, *, dtype: str = "float32") -> CrossEncoder:
+    """What `load_cross_encoder` would load, with shapes in place of the parameters: it can be described, not run.
+
+    Raises:
+        UsageError: no such model.
+        RalmError: its files cannot be read, or it has no head.
+    """
+    path = transformer_folder(locate(model))
+    file = config_file(path)
+    if not states_pair_head(file):
+        raise no_head(model, file)
+    return CrossEncoder(**vars(unloaded_model(model, path, CROSS_ENCODERS, dtype, None)))
+
+
+def no_head(model: str, file: ConfigFile) -> RalmError:
+    """
+    Raises:
+        RalmError: it could not be trained either.
+    """
+    family_of(file, ENCODERS)
+    return RalmError(
+        f"{model}: no trained reranker (expected BertForSequenceClassification or RobertaForSequenceClassification "
+        "with one label); name another, or train one from it"
+    )
 
 
 def with_new_head(encoder: Model, seed: int) -> Model:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,20 +57,13 @@ def rerank(
     if table.ends[-1] > len(tokens):
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
-    longest = min(settings.pair_tokens or cross_encoder.config.max_positions, cross_encoder.config.max_positions)
-    form = pair_format(own)
-    cut_pairs(form, [], [], longest, settings.prefix_tokens)  # refuses what cannot fit
-
+    form, longest = checked_format(cross_encoder, own, settings)
     made_with = {
         "text_sha256": text.fingerprint,
         "tokenizer_sha256": tokenizer.fingerprint,
         "retrieval": table.settings,
         "rows_sha256": sha256(np.ascontiguousarray(table.rows).tobytes()).hexdigest(),
-        "reranker_sha256": cross_encoder.fingerprint,
-        "reranker_tokenizer_sha256": own.fingerprint,
-        "dtype": cross_encoder.dtype,
-        "prefix_tokens": settings.prefix_tokens,
-        "pair_tokens": longest,
+        **rerank_settings(cross_encoder, own, settings),
     }
     prefixes = own_queries(text.content, table.begins, settings.prefix_tokens, tokenizer, own)
     encode = PassageTokens(passages.contents, own, longest, specials=False)
@@ -92,6 +86,29 @@ def rerank(
     folder.about.update(reranker=cross_encoder.name, retrieved=table.origin, text=text.origin)
     folder.write_manifest()
     return open_ranking(location)
+
+
+def checked_format(cross_encoder: CrossEncoder, own: Tokenizer, settings: RerankSettings) -> tuple[PairFormat, int]:
+    """How pairs are joined, and the most tokens that one may have.
+
+    Raises:
+        UsageError: lengths that do not fit.
+    """
+    longest = min(settings.pair_tokens or cross_encoder.config.max_positions, cross_encoder.config.max_positions)
+    form = pair_format(own)
+    cut_pairs(form, [], [], longest, settings.prefix_tokens)
+    return form, longest
+
+
+def rerank_settings(cross_encoder: CrossEncoder, own: Tokenizer, settings: RerankSettings) -> dict[str, Any]:
+    """What a RankingTable is a function of, beside what is ranked."""
+    return {
+        "reranker_sha256": cross_encoder.fingerprint,
+        "reranker_tokenizer_sha256": own.fingerprint,
+        "dtype": cross_encoder.dtype,
+        "prefix_tokens": settings.prefix_tokens,
+        "pair_tokens": checked_format(cross_encoder, own, settings)[1],
+    }
 
 
 def score_pairs(

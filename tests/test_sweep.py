@@ -11,19 +11,22 @@ import sys
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from matplotlib.image import imread
+from tokenizers import decoders, models, pre_tokenizers
 
-import eval.sweep
+import eval.sweep_tables
 import retrieval.query
 from eval.metrics import Perplexity
 from eval.plots import draw, picture, x_axis
 from eval.report import make_report, policies
-from eval.sweep import stride_grid
-from eval.sweep_rows import Row, format_csv, format_rows
+from eval.sweep import KIND, stride_grid
+from eval.sweep_rows import Row, format_csv, format_rows, read_csv
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
 from ralm_jax.scoring import Scorer
@@ -47,6 +50,9 @@ def made(tmp_path_factory):
     tiny.save_model(root / "small", tiny.GPT2)
     tiny.save_model(root / "other", tiny.LLAMA, seed=1)
     tiny.save_model(root / "bos", tiny.LLAMA, bos=True)
+    tiny.save_model(root / "letters", tiny.GPT2, seed=2)
+    letters().save(str(root / "letters" / "tokenizer.json"))
+    tiny.save_cross_encoder(root / "pairs")
     rows = [Passage(row["id"], row["title"], row["text"]) for row in tiny.passages(40)]
     build_index(rows, str(root / "words"), progress=False)
     encoder = tiny.save_encoder(root / "encoder")
@@ -54,6 +60,15 @@ def made(tmp_path_factory):
     fuse([str(root / "words"), str(root / "vectors")], str(root / "both"))
     (root / "text.txt").write_text(tiny.text(200))
     return root
+
+
+def letters():
+    """One token a character."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", " ", "\n", *sorted(set("".join(tiny.WORDS)))])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return backend
 
 
 @pytest.fixture
@@ -141,7 +156,7 @@ class TestTablesAreMadeOnce:
         assert printed.count("out/retrieval-") == 2
         assert printed.count("out/scores-") == 3
         for name in ("retrieve", "score", "load_reader"):
-            monkeypatch.setattr(eval.sweep, name, lambda *_, **__: pytest.fail("computed again"))
+            monkeypatch.setattr(eval.sweep_tables, name, lambda *_, **__: pytest.fail("computed again"))
         sweep(**options)
         again = capsys.readouterr().out
         assert Path("out/sweep.csv").read_bytes() == before
@@ -195,7 +210,7 @@ class TestTablesAreMadeOnce:
             assert sweep(k=k)[1]["table"].endswith(f"-k{expected}")
 
     def test_readers_are_freed_one_after_another(self, place, monkeypatch):
-        loaded, load = [], eval.sweep.load_reader
+        loaded, load = [], eval.sweep_tables.load_reader
 
         def watched(model, **options):
             gc.collect()
@@ -204,9 +219,128 @@ class TestTablesAreMadeOnce:
             loaded.append(weakref.ref(reader))
             return reader
 
-        monkeypatch.setattr(eval.sweep, "load_reader", watched)
+        monkeypatch.setattr(eval.sweep_tables, "load_reader", watched)
         sweep(model=["small", "other", "bos"])
         assert len(loaded) == 3
+
+
+class TestRankedByOtherModels:
+    STRATEGIES = "none,zero-shot,zero-shot-by,predictive,predictive-mixture"
+    RANKERS = {"zero_shot_by": "letters", "ranker_window": 128, "reranker": "pairs", "prefix_tokens": 20,
+               "strategies": STRATEGIES}  # fmt: skip
+
+    def test_every_cell_is_what_the_commands_give(self, place):
+        rows = sweep(model=["small", "other"], k=[1, 3], **self.RANKERS)
+        assert len(rows) == 2 * (1 + 2 * 4)
+        sizes = ["--text", "text.txt", "--stride", "16", "--k", "3"]
+        ralm("retrieve", "--index", "words", "--tokenizer", "small", "--out", "r", "--query-length", "8",
+             "--window", "64", *sizes)  # fmt: skip
+        ralm("score", "--model", "letters", "--retrieval", "r", "--out", "by", "--strides-of-retrieval",
+             "--window", "128", *sizes)  # fmt: skip
+        ralm("rerank", "--reranker", "pairs", "--retrieval", "r", "--text", "text.txt", "--out", "ranking",
+             "--prefix-tokens", "20")  # fmt: skip
+        for model in ("small", "other"):
+            ralm("score", "--model", model, "--retrieval", "r", "--out", f"s-{model}", "--window", "64", *sizes)
+            expected = make_report(f"s-{model}", self.STRATEGIES.split(","), ranked="ranking", by_another="by")
+            nll = {strategy: result.nll for strategy, result in expected.strategies.items()}
+            assert len(set(nll.values())) == 5
+            for strategy, value in nll.items():
+                (row,) = (row for row in rows if (row["reader"], row["strategy"]) == (model, strategy)
+                          and row["k"] in ("", "3"))  # fmt: skip
+                assert float(row["nll"]) == pytest.approx(value, rel=1e-6), (model, strategy)
+        one = {float(row["nll"]) for row in rows if row["reader"] == "small" and row["k"] == "1"}
+        assert max(one) - min(one) < 1e-9, "among one passage there is no choice"
+        rankers = {row["strategy"]: (row["ranker"], row["ranker_table"][:3]) for row in rows}
+        assert rankers == {"none": ("", ""), "zero-shot": ("", ""), "zero-shot-by": ("letters", "sco"),
+                           "predictive": ("pairs", "ran"), "predictive-mixture": ("pairs", "ran")}  # fmt: skip
+
+    def test_each_retrieval_is_ranked_once(self, place, monkeypatch, capsys):
+        options = {"model": ["small", "other"], "index": ["words", "vectors"], **self.RANKERS}
+        rows = sweep(**options)
+        printed = capsys.readouterr().out
+        assert (printed.count("letters ranks retrieval-"), printed.count("pairs ranks retrieval-")) == (2, 2)
+        assert (len(tables("retrieval")), len(tables("ranking")), len(tables("scores"))) == (2, 2, 2 + 4 + 2)
+        for name in ("retrieve", "score", "rerank", "load_reader", "load_cross_encoder"):
+            monkeypatch.setattr(eval.sweep_tables, name, lambda *_, **__: pytest.fail("computed again"))
+        assert sweep(**options) == rows
+        assert [row["nll"] for row in sweep(**options | {"k": 1}) if row["strategy"] == "predictive"]
+
+    @pytest.mark.parametrize("added", [{"prefix_tokens": 10}, {"ranker_window": 160}])
+    def test_another_setting_of_a_ranker_is_another_table(self, place, added):
+        sweep(**self.RANKERS)
+        before = tables("ranking"), tables("scores")
+        sweep(**self.RANKERS | added)
+        new = len(tables("ranking") - before[0]), len(tables("scores") - before[1])
+        assert new == ((1, 0) if "prefix_tokens" in added else (0, 1))
+
+    def test_a_ranker_with_the_same_tokens_and_windows_has_the_tables_of_a_reader(self, place, windows):
+        options = {"model": ["small", "other"], "strategies": "none,zero-shot,zero-shot-by"}
+        rows = sweep(**options, zero_shot_by="small")
+        found = {(row["reader"], row["strategy"]): row for row in rows}
+        assert found["small", "zero-shot-by"]["ranker_table"] == found["small", "zero-shot"]["table"]
+        assert found["small", "zero-shot-by"]["nll"] == found["small", "zero-shot"]["nll"]
+        assert found["other", "zero-shot-by"]["nll"] != found["other", "zero-shot"]["nll"]
+        assert len(tables("scores")) == 4
+        total = sum(windows)
+        windows.clear(), shutil.rmtree("out")
+        sweep(model=["small", "other"], strategies="none,zero-shot")
+        assert sum(windows) == total
+
+    def test_models_are_freed_one_after_another(self, place, monkeypatch):
+        loaded = []
+
+        def watched(load, model, **options):
+            gc.collect()
+            assert not any(there() for there in loaded), "two models at once"
+            made = load(model, **options)
+            loaded.append(weakref.ref(made))
+            return made
+
+        for name in ("load_reader", "load_cross_encoder"):
+            monkeypatch.setattr(eval.sweep_tables, name, partial(watched, getattr(eval.sweep_tables, name)))
+        sweep(model=["small", "bos"], **self.RANKERS)
+        assert len(loaded) == 4
+
+    def test_the_window_is_no_longer_than_the_positions_of_the_ranker(self, place):
+        """The ranker has 256."""
+        tiny.save_model(place / "long", replace(tiny.LLAMA, max_positions=512))
+        Path("long.txt").write_text(tiny.text(700))
+        rows = sweep(model="long", text="long.txt", window=300, zero_shot_by="small", strategies="zero-shot-by")
+        made = open_scores(f"out/{rows[0]['ranker_table']}").settings
+        assert (made["window"], made["strides_of_retrieval"]) == (256, True)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--strategies", "zero-shot-by"], "or have `ralm sweep` make it with its --zero-shot-by"),
+            (["--strategies", "predictive"], "or have `ralm sweep` make it with --reranker"),
+            (["--zero-shot-by", "small"], "--zero-shot-by small: nothing goes by it; add zero-shot-by to --strategies"),
+            (["--reranker", "pairs"], "--reranker pairs: nothing goes by it; add predictive to --strategies"),
+            (["--strategies", "zero-shot-by", "--zero-shot-by", "./no"], "./no: no such folder or file"),
+            (["--strategies", "predictive", "--reranker", "./no"], "./no: no such folder or file"),
+            (["--strategies", "zero-shot-by", "--zero-shot-by", "small", "--zero-shot-tokens", "33"], "raise --past"),
+            (["--strategies", "zero-shot-by", "--zero-shot-by", "small", "--ranker-window", "300"],
+             "--ranker-window 300: small has 256 positions"),
+            (["--strategies", "zero-shot-by", "--zero-shot-by", "small", "--ranker-window", "40"],
+             "a window of 40 has no room beside stride 16 and past 32"),
+            (["--strategies", "zero-shot-by", "--zero-shot-by", "small", "--ranker-window", "0"],
+             "ranker window must be at least 1, not 0"),
+            (["--ranker-window", "128"], "--ranker-window is for --zero-shot-by"),
+            (["--prefix-tokens", "20"], "--prefix-tokens and --pair-tokens are for --reranker"),
+            (["--strategies", "predictive", "--reranker", "pairs", "--passages-in-window", "2"], "single passages"),
+            (["--strategies", "predictive", "--reranker", "pairs", "--prefix-tokens", "64"], "64"),
+        ],
+    )  # fmt: skip
+    def test_refused_before_anything_is_made(self, place, capsys, options, message):
+        found, line = refused(capsys, "sweep", *TestInterrupted().arguments(), *options)
+        assert message in line
+        assert found == 2
+        assert not Path("out").exists()
+
+    def test_an_encoder_without_a_head_is_no_reranker(self, place, capsys):
+        arguments = [*TestInterrupted().arguments(), "--strategies", "predictive", "--reranker", "encoder"]
+        code, line = refused(capsys, "sweep", *arguments)
+        assert (code, "encoder: no trained reranker" in line, Path("out").exists()) == (1, True, False)
 
 
 class TestInterrupted:
@@ -304,7 +438,7 @@ class TestRefusals:
     )
     def test_before_anything_is_loaded(self, place, capsys, monkeypatch, options, code, message):
         for name in ("retrieve", "score", "load_reader"):
-            monkeypatch.setattr(eval.sweep, name, lambda *_, **__: pytest.fail("begun"))
+            monkeypatch.setattr(eval.sweep_tables, name, lambda *_, **__: pytest.fail("begun"))
         arguments = [*TestInterrupted().arguments()]
         if options[0] in arguments:
             at = arguments.index(options[0])
@@ -349,9 +483,31 @@ def test_without_retrieval(place):
     assert not tables("retrieval")
 
 
+def test_what_the_paper_has_of_it(place, capsys):
+    rows = sweep(k=[1, 2], strategies="none,first,zero-shot,oracle")
+    capsys.readouterr()
+    ralm("paper", "--table", "1", "--sweep", "out", "--csv", "table.csv")
+    printed = capsys.readouterr().out
+    ours = {(row["strategy"], row["k"]): float(row["word_ppl"]) for row in rows}
+    for strategy, k in (("none", ""), ("first", "2"), ("zero-shot", "2")):
+        assert f"{ours[strategy, k]:,.2f}       -\n" in printed
+    assert "small in out is no reader of the paper's." in printed
+    assert "out has window 64 (the paper 1024), stride 16 (the paper 4), query length 8 (the paper 32), k 2 " in printed
+    found = [row for row in csv.DictReader(io.StringIO(Path("table.csv").read_text())) if row["ours"]]
+    assert [(row["strategy"], float(row["ours"])) for row in found] == [
+        (name, pytest.approx(ours[name, k])) for name, k in (("none", ""), ("first", "2"), ("zero-shot", "2"))
+    ]
+    ralm("paper", "--figure", "7", "--sweep", "out", "--out", "oracle.png")
+    assert imread("oracle.png").shape[:2] == (675, 1200)
+    found = list(csv.DictReader(io.StringIO(Path("oracle.csv").read_text())))
+    assert [(row["strategy"], row["k"]) for row in found] == [
+        ("none", ""), ("first", "1"), ("oracle", "1"), ("first", "2"), ("oracle", "2")
+    ]  # fmt: skip
+
+
 def test_the_folder_says_how_it_was_made(place):
     sweep(query_length=[8, 16])
-    about = Folder.open("out", eval.sweep.KIND).about
+    about = Folder.open("out", KIND).about
     assert (about["model"], about["query_length"], about["windows"]["past"]) == (["small"], [8, 16], 32)
 
 
@@ -412,9 +568,26 @@ class TestOutput:
         assert float(second["token_ppl"]) == rows[1].result.token_ppl
         assert (third["token_ppl"], third["nll"]) == ("", "inf")
 
+    def test_csv_reads_back(self, tmp_path):
+        rows = [none_row(), row(250.0, retriever="a, b", strategy="predictive", ranker="r", ranker_table="ranking-1"),
+                row(math.inf)]  # fmt: skip
+        (tmp_path / "sweep.csv").write_text(format_csv(rows))
+        assert read_csv(tmp_path / "sweep.csv") == rows
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [("nll_none", "other", "sweep.csv: has no column nll_none; run the sweep anew, which keeps its tables"),
+         (",1024,", ",big,", "sweep.csv:2: not a row of a sweep"),
+         (",100,99,50,300.0", "", "sweep.csv:2: not a row of a sweep")],
+    )  # fmt: skip
+    def test_csv_of_something_else(self, tmp_path, old, new, message):
+        (tmp_path / "sweep.csv").write_text(format_csv([none_row()]).replace(old, new))
+        with pytest.raises(RalmError, match=message):
+            read_csv(tmp_path / "sweep.csv")
+
     def test_names_are_short_where_they_differ(self):
         names = ["models/gpt2", "other/gpt2", "opt", "..", "big/llama.gguf"]
-        assert [eval.sweep.short(name, names) for name in names] == ["models/gpt2", "other/gpt2", "opt", "..",
+        assert [eval.sweep_tables.short(name, names) for name in names] == ["models/gpt2", "other/gpt2", "opt", "..",
                                                                      "llama.gguf"]  # fmt: skip
 
 
@@ -491,6 +664,15 @@ class TestPlot:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["words", "vectors"]
         assert list(self.lines(axes)) == ["none"]
 
+    def test_bars_for_readers_beside_what_is_stated(self):
+        rows = [make(reader=name) for name in "ab" for make in (none_row, lambda **v: row(250.0, **v))]
+        (axes,) = picture(rows, None, "wiki", words=True, bars="reader", stated={("b", "first"): 7.5}).axes
+        assert [bar.get_height() for bar in axes.patches] == [math.exp(6), math.exp(6), math.exp(5), math.exp(5)]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+        ((x, y),) = self.lines(axes)["paper"]
+        assert (x, y) == (pytest.approx(axes.patches[3].get_x() + axes.patches[3].get_width() / 2), 7.5)
+        assert axes.get_ylabel() == "perplexity per word"
+
     def test_what_is_no_number_is_a_gap(self):
         rows = [none_row(), row(250.0, k=1), row(math.inf, k=2)]
         (axes,) = picture(rows, "k", "wiki").axes
@@ -518,4 +700,4 @@ def test_a_table_that_cannot_be_made(tmp_path):
         raise RalmError(f"{location}: cannot be written (full); finished chunks are kept: go on with --resume")
 
     with pytest.raises(RalmError, match=r"scores-1-k2: cannot be written .* go on with the same command"):
-        eval.sweep.kept(tmp_path, "scores-1", 2, open_scores, fails)
+        eval.sweep_tables.kept(tmp_path, "scores-1", 2, open_scores, fails)
