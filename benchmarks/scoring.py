@@ -51,8 +51,8 @@ class Options:
     """With --shared: the text."""
     corpus: str = ""
     """With --shared: the corpus."""
-    strides: int = 32
-    """With --shared: strides with 16 passages, and 8 times as many with one."""
+    strides: int = 16
+    """With --shared: strides with 16 passages, and 4 times as many with one."""
     quick: bool = False
     """One round of 4 windows."""
     json: str | None = None
@@ -255,7 +255,7 @@ def shared_windows(options: Options) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         run_apart(build, options.corpus, str(folder / "index"))
-        sizes = ((1, 8 * options.strides), (16, options.strides))
+        sizes = ((1, 4 * options.strides), (16, options.strides))
         results = [run_apart(compare_modes, options, k, strides, folder) for k, strides in sizes]
     print(f"SmolLM2, windows of {options.window}, stride 4, {options.text}; perplexities of exact and shared windows")
     print(f"{'passages':<10}{'strides':>8}{'exact':>10}{'shared':>10}{'ratio':>7}")
@@ -273,6 +273,8 @@ def shared_windows(options: Options) -> None:
 def main() -> None:
     options = tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,))
     if options.shared:
+        if not (options.text and options.corpus):
+            sys.exit("--shared needs --text and --corpus")
         shared_windows(options)
         return
     figures = compare(options)

@@ -70,6 +70,7 @@ def score(
     retrieved: tuple[RetrievalTable, PassageRows] | None = None,
     k: int = 16,
     strides_of_retrieval: bool = False,
+    schedule: Schedule | None = None,
     plain: Scores | None = None,
     batch_size: int | None = None,
     if_exists: IfExists = "refuse",
@@ -82,6 +83,7 @@ def score(
         retrieved: a RetrievalTable and its passages; None to score without passages only.
         strides_of_retrieval: score the strides that `retrieved` was made for, wherever they begin, though the tokenizer
             is another one; for reranking by another reader.
+        schedule: only these of the text's strides.
         plain: finished scores of the same text and reader, whose "no passage" is copied instead of computed.
         batch_size: windows a forward; None chooses.
         progress: show a progress bar; None for "if there is a terminal".
@@ -94,11 +96,15 @@ def score(
     at_least(0, k=k)
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
     check_reader(text, reader, tokenizer, tokens, strides.window)
+    sample = {} if schedule is None else {"sample_sha256": schedule.fingerprint}
+    if (sample or strides_of_retrieval) and windows.block_strides(strides) > 1:
+        which = "a sample of strides" if sample else "strides of another tokenizer"
+        raise UsageError(f"{which} cannot share windows; leave --block out")
     if strides_of_retrieval:
         schedule, strides, characters = retrieved_schedule(retrieved, text, offsets[:, 1], strides, windows.past)
     else:
-        schedule = make_schedule(len(tokens), strides)
-        characters = stride_characters(schedule, offsets[:, 1])
+        schedule = schedule or make_schedule(len(tokens), strides)
+        characters = stride_characters(schedule, offsets)
         check_retrieved(retrieved, text, tokens, tokenizer, schedule, strides)
     everywhere = windows.bos_of(strides.preset) == "every-window"
     rows, found, passages = candidate_rows(retrieved, len(schedule), k)
@@ -108,7 +114,7 @@ def score(
     passage_tokens = JoinedPassages(encode, groups)
 
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
-    settings["retrieval"] = retrieved[0].settings if retrieved else None
+    settings |= {"retrieval": retrieved[0].settings if retrieved else None} | sample
     settings |= {"strides_of_retrieval": True} if strides_of_retrieval else {}
     folder = Folder.create(location, KIND, settings, if_exists)
     if plain is not None:
@@ -188,7 +194,9 @@ def check_retrieved(
     if retrieved is not None:
         table, _ = retrieved
         table.check_schedule(schedule, f"window {strides.window} and stride {strides.stride}")
-        table.check_text(text, tokens, tokenizer)
+        table.check_text(
+            text, tokens, tokenizer, advice="; add --strides-of-retrieval to score its strides nevertheless"
+        )
 
 
 def retrieved_schedule(
@@ -278,10 +286,13 @@ def describe(
     text: Text, offsets: np.ndarray, schedule: Schedule, rows: np.ndarray, passages: PassageRows, encode: PassageTokens
 ) -> dict[str, Any]:
     """What a finished table tells of its text: the denominators of its perplexities, and overlap with the passages."""
-    first, last = int(schedule.starts[0]), int(schedule.ends[-1])
-    begin, end = int(offsets[first, 0]), len(text.content) if last == len(offsets) else int(offsets[last - 1, 1])
-    words = text.words_up_to(end) - text.words_up_to(begin)
-    about: dict[str, Any] = {"text": text.origin, "tokens": last - first, "words": words}
+    begins = np.append(schedule.starts[0], schedule.targets[1:])
+    ends = np.append(0, offsets[:, 1])
+    ends[-1] = len(text.content)
+    spans = zip(ends[begins].tolist(), ends[schedule.ends].tolist(), strict=True)
+    words = sum(text.words(start, end) for start, end in spans)
+    end, tokens = int(ends[schedule.ends[-1]]), int((schedule.ends - begins).sum())
+    about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": words}
     used = np.unique(rows[rows >= 0])
     if len(used):
         encode(used)  # a resumed run has not seen them all

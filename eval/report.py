@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ class Report:
     scores: Scores
     strategies: dict[str, Perplexity]
     comparison: tuple[str, str, PairedDifference] | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ralm report --json` writes."""
@@ -31,7 +32,7 @@ class Report:
                 name: {"token_ppl": result.token_ppl, "word_ppl": result.word_ppl, **dataclasses.asdict(result)}
                 for name, result in self.strategies.items()
             },
-            "config": {"scores": self.location, **self.scores.settings, **self.scores.about},
+            "config": {"scores": self.location, **self.scores.settings, **self.scores.about, **self.beside},
         }
         if self.comparison is not None:
             strategy, against, difference = self.comparison
@@ -126,19 +127,25 @@ def make_report(
         RalmError: a table is not complete, or the RankingTable is of other passages.
     """
     scores = open_scores(location)
+    told: dict[str, Any] = {
+        name: getattr(beside, name) for name in ("zero_shot_tokens", "seed", "temperature")
+    }  # what figures depend on beside the table
     if ranked:
-        beside = replace(beside, values=open_ranking(ranked).values(scores, location))
+        ranking_table = open_ranking(ranked)
+        beside = replace(beside, values=ranking_table.values(scores, location))
+        told["ranking"] = {"location": ranked, **ranking_table.settings}
     if by_another:
-        beside = replace(beside, ranker=open_scores(by_another))
+        ranker = open_scores(by_another)
+        beside = replace(beside, ranker=ranker)
+        told["zero_shot_by"] = {"location": by_another, "reader": ranker.about["reader"], **ranker.settings}
     known = policies(beside)
     chosen = {name: known[name](scores) for name in {*strategies, *compare}}
     found = {name: text_perplexity(scores, chosen[name]) for name in strategies}
-    if not compare:
-        return Report(location, scores, found)
-    strategy, against = compare
-    return Report(
-        location, scores, found, (strategy, against, paired_difference(scores, chosen[strategy], chosen[against]))
-    )
+    comparison = None
+    if compare:
+        strategy, against = compare
+        comparison = strategy, against, paired_difference(scores, chosen[strategy], chosen[against])
+    return Report(location, scores, found, comparison, told)
 
 
 def number(value: float | None) -> str:
@@ -154,6 +161,7 @@ def format_report(report: Report) -> str:
         f"{report.location}: {about['reader']} on {about['text']}",
         f"window {settings['window']}, stride {settings['stride']}, "
         + (f"windows shared by blocks of {settings['block']} tokens, " if "block" in settings else "")
+        + (f"{settings['passages_in_window']} together of " if "passages_in_window" in settings else "")
         + f"{settings['k']} passages a stride, "
         f"{settings['dtype']}",
         "",

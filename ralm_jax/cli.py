@@ -29,7 +29,9 @@ from ralm_jax.cli_options import (
 )
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
+from ralm_jax.cli_selective import Selective
 from ralm_jax.cli_sweep import Paper, Sweep
+from ralm_jax.cli_train import Train
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
@@ -308,10 +310,12 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "score": Score,
     "rerank": Rerank,
     "report": Report,
+    "selective": Selective,
     "search": Search,
     "lm": LM,
     "sweep": Sweep,
     "paper": Paper,
+    "train": Train,
     "eval-retrieval": EvalRetrieval,
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,
@@ -345,7 +349,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
         again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
-        fail("interrupted" + (f"; finished chunks are kept, and {again} goes on from there" if again else ""), 130)
+        fail("interrupted" + (f"; what is finished is kept, and {again} goes on from there" if again else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

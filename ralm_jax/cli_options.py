@@ -46,7 +46,7 @@ class TextOptions:
         from ralm_jax.text import read_text
 
         if self.dataset is None:
-            if (self.split, self.data_path, self.limit_rows) != ("test", None, None):
+            if (self.split, self.data_path, self.limit_rows) != (type(self).split, None, None):
                 raise UsageError("--split, --data-path and --limit-rows are for --dataset")
             return read_text(self.text or "")
         from retrieval.datasets import dataset_text

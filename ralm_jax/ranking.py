@@ -168,15 +168,18 @@ def selective(chosen: np.ndarray, signal: np.ndarray, threshold: float) -> np.nd
     return np.where(signal > threshold, chosen, 0)
 
 
-def selective_curve(scores: Scores, chosen: np.ndarray, signal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def selective_curve(
+    scores: Scores, chosen: np.ndarray, signal: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What fewer retrievals cost: strides with the highest `signal` (J,) have their chosen passage, the others none.
 
     Returns:
-        (J + 1,) thresholds on the signal, from "never" to "always", and the summed NLL of the targets under each, when
-        0, 1, ... J strides are above it.
+        how many strides are above each threshold, from 0 to J; the thresholds; and the summed NLL of the targets.
     """
     rows = np.arange(len(chosen))
     gain = np.nansum(scores.target[rows, chosen] - scores.target[:, 0], axis=1, dtype=np.float64)
     order = np.argsort(-signal, kind="stable")
     nll = -np.nansum(scores.target[:, 0], dtype=np.float64) - np.concatenate([[0], np.cumsum(np.asarray(gain)[order])])
-    return np.concatenate([signal[order], [-np.inf]]), nll
+    thresholds = np.concatenate([signal[order], [-np.inf]])
+    distinct = np.concatenate([[True], thresholds[:-1] > thresholds[1:]])  # equal signals retrieve together
+    return np.flatnonzero(distinct), thresholds[distinct], nll[distinct]

@@ -305,7 +305,8 @@ def chunk_strides(windows: int, strides: int, batch_size: int, block: int) -> in
     """
     each = max(1, windows) / max(1, strides)
     whole = block if block > 1 else batch_size // math.gcd(batch_size, math.ceil(each))
-    return math.ceil(BATCHES_A_CHUNK * batch_size / each / whole) * whole
+    wanted = min(BATCHES_A_CHUNK * batch_size / each, max(1, strides))
+    return math.ceil(wanted / whole) * whole
 
 
 def score_job(

@@ -17,6 +17,8 @@ DenseSearch = Literal["jax", "faiss"]
 TextDataset = Literal["wikitext-103", "realnews", "arxiv", "stackexchange", "freelaw"]
 QuestionDataset = Literal["nq", "triviaqa"]
 Split = Literal["test", "validation", "train"]
+RerankerLoss = Literal["marginal", "kl"]
+Decay = Literal["linear", "cosine", "constant"]
 
 
 def at_least(minimum: int, **values: int | None) -> None:
@@ -141,3 +143,77 @@ class RerankSettings:
 
     def __post_init__(self) -> None:
         at_least(1, prefix_tokens=self.prefix_tokens, pair_tokens=self.pair_tokens)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How parameters are learned. The paper states steps, batch size and peak learning rate; the rest is usual."""
+
+    steps: int = 10_000
+    """Updates."""
+    batch_size: int = 32
+    """Examples an update."""
+    micro_batches: int = 1
+    """Parts that a batch is worked through in, where memory is short; the update is the same."""
+    learning_rate: float = 1e-5
+    """At its peak."""
+    warmup: float = 0.1
+    """Share of the steps that the learning rate rises over."""
+    decay: Decay = "linear"
+    """How the learning rate falls to 0 afterwards, or stays."""
+    weight_decay: float = 0.01
+    """Of matrices and embeddings; biases and norms have none."""
+    beta1: float = 0.9
+    """Of AdamW."""
+    beta2: float = 0.999
+    """Of AdamW."""
+    clip: float = 1.0
+    """Longest gradient, over all parameters; 0 for any length."""
+    dropout: float = 0.1
+    """Share of activations that a step leaves out."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters and optimiser are float32 always."""
+    seed: int = 0
+    """For the order of examples, dropout, and parameters that the model lacks."""
+    check_every: int = 500
+    """Steps from one evaluation on held-out examples, and checkpoint, to the next."""
+    log_every: int = 10
+    """Steps from one line on the terminal to the next."""
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, batch_size=self.batch_size, micro_batches=self.micro_batches)
+        at_least(1, check_every=self.check_every, log_every=self.log_every)
+        for name, low, high in (("warmup", 0, 1), ("dropout", 0, 0.99), ("beta1", 0, 0.9999), ("beta2", 0, 0.9999)):
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
+        for name in ("learning_rate", "weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UsageError(f"{name.replace('_', ' ')} must be 0 or more, not {getattr(self, name)}")
+        if self.batch_size % self.micro_batches:
+            raise UsageError(f"{self.micro_batches} micro batches do not divide a batch of {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class RerankerSettings(RerankSettings):
+    """What a predictive reranker learns from."""
+
+    k: int = 16
+    """Passages a stride."""
+    pair_tokens: int = 320
+    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end."""
+    held_out: float = 0.1
+    """Share of the examples, the last ones of the text, that only evaluate."""
+    held_out_limit: int = 2000
+    """At most so many of these, evenly spread, are evaluated on."""
+    loss: RerankerLoss = "marginal"
+    """marginal: the paper's equation 9. kl: the reader's own distribution over the passages is the target."""
+    temperature: float = 1.0
+    """Of the reader's distribution in kl; higher is flatter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, k=self.k, held_out_limit=self.held_out_limit)
+        if not 0 <= self.held_out < 1:
+            raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
+        if not 0 < self.temperature < float("inf"):
+            raise UsageError(f"temperature must be above 0, not {self.temperature}")

@@ -27,9 +27,9 @@ class Text:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
-    def words_up_to(self, character: int) -> int:
-        """The paper's word count of the first `character` characters: spaces in the raw string."""
-        return self.content.count(" ", 0, character)
+    def words(self, start: int, end: int) -> int:
+        """The paper's word count of characters `start` to `end`: spaces in the raw string."""
+        return self.content.count(" ", start, end)
 
 
 def read_text(path: str) -> Text:

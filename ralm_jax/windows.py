@@ -7,6 +7,7 @@ lost at the start of the prefix, never from the passage.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ralm_jax.settings import StrideSettings
 @dataclass(frozen=True)
 class Schedule:
     """The strides of a text: window j holds tokens[starts[j] : ends[j]] and predicts tokens[targets[j] : ends[j]].
+    A start below 0 is room in front of the text.
 
     targets[0] is 0 as in the paper's files, although token 0 has no prefix and is never scored.
     """
@@ -28,6 +30,16 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def only(self, strides: np.ndarray) -> "Schedule":
+        """The first window and `strides` (indices after it, ascending)."""
+        kept = np.concatenate([[0], strides]).astype(np.int64)
+        return Schedule(self.num_tokens, self.starts[kept], self.targets[kept], self.ends[kept])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of which tokens are predicted."""
+        return sha256(np.stack([self.targets, self.ends]).tobytes()).hexdigest()
+
 
 def make_schedule(num_tokens: int, settings: StrideSettings) -> Schedule:
     """The strides of a text of `num_tokens` tokens."""
@@ -39,13 +51,17 @@ def make_schedule(num_tokens: int, settings: StrideSettings) -> Schedule:
     return Schedule(num_tokens, starts, targets, ends)
 
 
-def stride_characters(schedule: Schedule, token_ends: np.ndarray) -> np.ndarray:
+def stride_characters(schedule: Schedule, offsets: np.ndarray) -> np.ndarray:
     """(J, 2) int64, the character at which each stride begins, and one past its last.
 
+    A stride that begins inside a character, of which the tokenizer makes several tokens, begins in front of it: whoever
+    reads up to a stride's beginning must not see what it predicts.
+
     Args:
-        token_ends: (L,) one past the last character of each token.
+        offsets: (L, 2) the characters that each token stands for: first, one past the last.
     """
-    bounds = np.concatenate([[0], token_ends])
+    ends = np.concatenate([[0], offsets[:, 1]])
+    bounds = np.minimum(ends, np.append(offsets[:, 0], ends[-1]))
     return np.stack([bounds[schedule.targets], bounds[schedule.ends]], axis=1)
 
 
@@ -60,7 +76,9 @@ def aligned_schedule(characters: np.ndarray, token_ends: np.ndarray, window: int
         window: tokens a window has at most; where the first stride has more, its first ones are left out.
     """
     targets, ends = np.searchsorted(token_ends, characters, side="right").T
-    return Schedule(len(token_ends), np.maximum(0, ends - window), targets, ends)
+    starts = ends - window
+    starts[0] = max(0, starts[0])
+    return Schedule(len(token_ends), starts, targets, ends)
 
 
 @dataclass(frozen=True)
@@ -102,16 +120,17 @@ def build_windows(
     """Windows over text `tokens`; each row of the arguments is one window.
 
     Args:
-        starts: (n,) first text token of the window.
+        starts: (n,) first text token of the window; below 0 where a passage of so many tokens has room in front.
         first_labels: (n,) first text token whose log-probability is asked for; `num_labels` follow, up to `ends`.
         passages: tokens that overwrite the start of each window; empty for none.
         length: T. The last label itself need not be in the window: its predecessor predicts it.
         bos: a token to put in front of every window, or None.
     """
     shift = 0 if bos is None else 1
+    starts = np.maximum(starts, -np.fromiter(map(len, passages), np.int64, len(passages)))
     columns = np.arange(length)[None, :]
     index = starts[:, None] + columns - shift
-    inside = (index >= starts[:, None]) & (index < ends[:, None] - 1)
+    inside = (index >= np.maximum(starts, 0)[:, None]) & (index < ends[:, None] - 1)
     rows = np.where(inside, tokens[np.minimum(np.maximum(index, 0), len(tokens) - 1)], 0)
     if bos is not None:
         rows[:, 0] = bos

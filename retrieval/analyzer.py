@@ -6,6 +6,7 @@ lower case; Lucene's 33 stop words; the Porter stemmer in Martin Porter's own la
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import regex
@@ -38,7 +39,14 @@ def analyze(text: str) -> list[str]:
 
 def words(text: str) -> list[str]:
     """The words of `text` in lower case, neither stemmed nor stopped."""
-    return [lower(piece) for piece in PIECE.findall(text) if TERM.search(piece)]
+    return [word for word, _, _ in placed_words(text)]
+
+
+def placed_words(text: str) -> Iterator[tuple[str, int, int]]:
+    """`words`, each with its first character and one past its last."""
+    for piece in PIECE.finditer(text):
+        if TERM.search(piece[0]):
+            yield lower(piece[0]), piece.start(), piece.end()
 
 
 @functools.lru_cache(maxsize=1 << 20)

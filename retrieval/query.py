@@ -12,7 +12,7 @@ from ralm_jax.settings import IfExists, QuerySettings, StrideSettings
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.windows import make_schedule, stride_characters
+from ralm_jax.windows import Schedule, make_schedule, stride_characters
 from retrieval.retriever import Retriever, search
 from retrieval.table import KIND, RetrievalTable, RetrievalWriter, open_retrieval
 
@@ -90,6 +90,7 @@ def retrieve(
     *,
     strides: StrideSettings,
     queries: QuerySettings,
+    schedule: Schedule | None = None,
     excluded: frozenset[str] = frozenset(),
     if_exists: IfExists = "refuse",
     progress: bool | None = None,
@@ -97,6 +98,7 @@ def retrieve(
     """Retrieves for every stride of `text` and writes a RetrievalTable to `location`, chunk by chunk.
 
     Args:
+        schedule: only these of the text's strides.
         excluded: titles that are left out.
         progress: show a progress bar; None for "if there is a terminal".
 
@@ -105,13 +107,14 @@ def retrieve(
         RalmError: what is there was made with other settings, or cannot be written.
     """
     tokens, offsets = tokenizer.encode_with_offsets(text.content)
-    schedule = make_schedule(len(tokens), strides)
+    sample = {} if schedule is None else {"sample_sha256": schedule.fingerprint}
+    schedule = schedule or make_schedule(len(tokens), strides)
     exclusion = queries.exclusion_of(strides.preset)
-    settings = retrieval_settings(retriever, text, tokenizer, strides, queries, excluded, len(schedule))
+    settings = retrieval_settings(retriever, text, tokenizer, strides, queries, excluded, len(schedule)) | sample
     own = retriever.tokenizer if queries.query_tokens == "retriever" else None
     wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)
-    writer = RetrievalWriter(folder, stride_characters(schedule, offsets[:, 1]), queries.k)
+    writer = RetrievalWriter(folder, stride_characters(schedule, offsets), queries.k)
     missing = writer.missing()
     disable = None if progress is None else not progress
     with tqdm(total=sum(map(len, missing)), unit="query", disable=disable) as bar:

@@ -71,14 +71,17 @@ class RetrievalTable:
                 "text, or score fewer with --limit-strides"
             )
 
-    def check_text(self, text: Text, tokens: np.ndarray, tokenizer: Tokenizer) -> None:
+    def check_text(self, text: Text, tokens: np.ndarray, tokenizer: Tokenizer, advice: str = "") -> None:
         """Refuses to be read as the retrieval of another text.
+
+        Args:
+            advice: what else can be done with another tokenizer.
 
         Raises:
             RalmError: the table was made for another text, or with another tokenizer.
         """
         self.check_fingerprint("text", text)
-        self.check_fingerprint("tokenizer", tokenizer, "; add --strides-of-retrieval to score its strides nevertheless")
+        self.check_fingerprint("tokenizer", tokenizer, advice)
         for j, future in enumerate(self.futures):
             # older versions of transformers drop spaces in front of punctuation when they decode
             if future and "".join(future.split()) != "".join(

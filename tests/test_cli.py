@@ -424,6 +424,6 @@ def test_ctrl_c_is_one_line_and_resumes(place):
         finally:
             started.kill()
     assert started.returncode == 130
-    assert printed.strip() == "ralm: error: interrupted; finished chunks are kept, and --resume goes on from there"
+    assert printed.strip() == "ralm: error: interrupted; what is finished is kept, and --resume goes on from there"
     assert run(*options, "--resume").returncode == 0
     assert len(open_scores("scores").target) == 4000 - 64

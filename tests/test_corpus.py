@@ -577,8 +577,8 @@ class TestText:
 
     def test_words_are_spaces(self, tmp_path):
         text = read_text(write(tmp_path / "t.txt", "one two  three\nfour "))
-        assert text.words_up_to(len(text.content)) == 4
-        assert text.words_up_to(8) == 2
+        assert text.words(0, len(text.content)) == 4
+        assert text.words(0, 8) == 2
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),

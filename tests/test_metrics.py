@@ -17,6 +17,7 @@ def table(target):
         target=target.astype(np.float32),
         passages=np.zeros((strides, candidates - 1), np.int64),
         token_ends=np.arange(4),
+        begins=np.arange(strides),
         settings={},
         about={"tokens": 4, "words": 1},
     )

@@ -9,7 +9,12 @@ from pathlib import Path
 import eval.sample
 
 ROOT = Path(__file__).parents[1]
-ALLOWED = {"ralm_jax": {"ralm_jax"}, "retrieval": {"ralm_jax", "retrieval"}, "eval": {"ralm_jax", "retrieval", "eval"}}
+ALLOWED = {
+    "ralm_jax": {"ralm_jax"},
+    "retrieval": {"ralm_jax", "retrieval"},
+    "eval": {"ralm_jax", "retrieval", "eval"},
+    "train": {"ralm_jax", "retrieval", "eval", "train"},
+}
 
 
 def imports(path, *, top_level):

@@ -206,10 +206,16 @@ class TestBeyondThePaper:
 
     def test_every_point_of_the_curve_is_a_policy(self, scores):
         chosen, signal = ranking.first(scores), np.array([0.5, 2.0, 1.0])
-        thresholds, nll = ranking.selective_curve(scores, chosen, signal)
+        counts, thresholds, nll = ranking.selective_curve(scores, chosen, signal)
+        assert counts.tolist() == [0, 1, 2, 3]
         assert thresholds.tolist() == [2.0, 1.0, 0.5, -np.inf]
         for threshold, expected in zip(thresholds, nll, strict=True):
             policy = ranking.selective(chosen, signal, threshold)
             assert text_perplexity(scores, policy).nll - 6 == pytest.approx(expected)
         assert ranking.selective(chosen, signal, 2.0).tolist() == [0, 0, 0]
         assert ranking.selective(chosen, signal, -np.inf).tolist() == chosen.tolist()
+
+    def test_equal_signals_retrieve_together(self, scores):
+        counts, thresholds, _ = ranking.selective_curve(scores, ranking.first(scores), np.array([1.0, 2.0, 1.0]))
+        assert counts.tolist() == [0, 1, 3]
+        assert thresholds.tolist() == [2.0, 1.0, -np.inf]

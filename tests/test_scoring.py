@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from eval.lm import score
+from eval.lm import check_retrieved, score
 from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
@@ -31,6 +31,7 @@ from retrieval.table import RetrievalTable
 from tests import tiny
 
 STRIDES = StrideSettings(window=64, stride=4)
+STRIDE3 = StrideSettings(window=64, stride=3)
 WINDOWS = WindowSettings(past=8, passage_tokens=20)
 K = 3
 
@@ -364,7 +365,7 @@ class TestStridesOfAnotherTokenizer:
     def table(self, tmp_path, bare):
         text = Text(tiny.text(131), "text.txt")
         index = build_index([Passage(*row.values()) for row in tiny.passages(30)], str(tmp_path / "index"))
-        settings = {"strides": replace(STRIDES, stride=3), "queries": QuerySettings(k=K)}
+        settings = {"strides": STRIDE3, "queries": QuerySettings(k=K)}
         return retrieve(index, text, bare, str(tmp_path / "retrieval"), **settings), index.passages
 
     @pytest.fixture
@@ -388,9 +389,9 @@ class TestStridesOfAnotherTokenizer:
             mine = np.flatnonzero((ends > begin) & (ends <= end))
             inside += begin not in ends
             assert (~np.isnan(scores.target[j, 0])).sum() == len(mine)
-            context = ids[max(0, mine[-1] + 1 - 64) : mine[-1] + 1]
-            passage = whole_words.encode(passages.contents([retrieval.rows[j + 1, 0]])[0]).tolist()
-            logits = np.asarray(reader.logits(np.array([passage + context[len(passage) :]], np.int32)))[0]
+            passage = whole_words.encode(passages.contents([retrieval.rows[j + 1, 0]])[0]).tolist()[:20]
+            context = ids[max(0, mine[-1] + 1 + len(passage) - 64) : mine[-1] + 1]
+            logits = np.asarray(reader.logits(np.array([passage + context], np.int32)))[0]
             expected = jax.nn.log_softmax(logits[-len(mine) - 5 : -1])[
                 np.arange(len(mine) + 4), ids[mine[0] - 4 : mine[-1] + 1]
             ]
@@ -399,7 +400,7 @@ class TestStridesOfAnotherTokenizer:
         assert inside > 10  # beginnings that fall between " " and "word"
 
     def test_it_reranks(self, tmp_path, reader, bare, table, whole_words):
-        own = run(tmp_path, reader, bare, retrieved=table, strides=replace(STRIDES, stride=3), name="own")
+        own = run(tmp_path, reader, bare, retrieved=table, strides=STRIDE3, name="own")
         other = tiny.reader(replace(tiny.GPT2, vocab_size=256))
         windows = replace(WINDOWS, past=4)
         ranker = run(
@@ -410,7 +411,7 @@ class TestStridesOfAnotherTokenizer:
         assert (chosen != ranking.zero_shot(own, 8)).any()
 
     def test_the_same_tokenizer_gives_the_same(self, tmp_path, reader, bare, table):
-        settings = {"retrieved": table, "strides": replace(STRIDES, stride=3)}
+        settings = {"retrieved": table, "strides": STRIDE3}
         plain = run(tmp_path, reader, bare, name="plain", **settings)
         aligned = run(tmp_path, reader, bare, name="aligned", strides_of_retrieval=True, **settings)
         np.testing.assert_allclose(aligned.target[:-1], plain.target[:-1], atol=1e-5)
@@ -419,8 +420,10 @@ class TestStridesOfAnotherTokenizer:
 
     def test_refusals(self, tmp_path, reader, bare, table, whole_words):
         text, other = Text(tiny.text(131), "text.txt"), replace(bare, origin="other")
-        with pytest.raises(RalmError, match="tokenizer of tiny, not of words; add --strides-of-retrieval"):
-            table[0].check_text(text, np.zeros(0, np.int32), whole_words)
+        with pytest.raises(RalmError, match="tokenizer of tiny, not of words; add --strides-of-retrieval to score"):
+            check_retrieved(table, text, np.zeros(0, np.int32), whole_words, make_schedule(131, STRIDE3), STRIDE3)
+        with pytest.raises(UsageError, match="strides of another tokenizer cannot share windows; leave --block out"):
+            run(tmp_path, reader, bare, windows=replace(WINDOWS, block=16), strides_of_retrieval=True)
         with pytest.raises(UsageError, match="strides of the retrieval: name it with --retrieval"):
             run(tmp_path, reader, other, retrieved=None, strides_of_retrieval=True)
         with pytest.raises(RalmError, match="does not say at which characters its strides begin"):
@@ -500,7 +503,8 @@ def test_chunks_are_whole_batches_where_they_can():
     assert chunk_strides(17 * 100, 100, 16, 1) * 17 % 16 == 0
     assert chunk_strides(100, 100, 4, 1) == 32
     assert chunk_strides(1700, 100, 1, 1) == 1
-    assert chunk_strides(0, 0, 4, 1) == 32
+    assert chunk_strides(0, 0, 4, 1) == 4
+    assert chunk_strides(0, 60_000, 4, 1) == 60_000
     assert chunk_strides(60, 100, 4, 16) == 64  # whole blocks, eight batches at least
 
 

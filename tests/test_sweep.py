@@ -362,7 +362,7 @@ class TestInterrupted:
             with pytest.raises(SystemExit) as caught:
                 sweep(**options)
         assert caught.value.code == 130
-        message = "ralm: error: interrupted; finished chunks are kept, and the same command goes on from there"
+        message = "ralm: error: interrupted; what is finished is kept, and the same command goes on from there"
         assert message in capsys.readouterr().err
         assert not Path("out/sweep.csv").exists()
         windows.clear()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
-from ralm_jax.windows import aligned_schedule, bucket_length, build_windows, make_schedule, stride_characters
+from ralm_jax.windows import Schedule, aligned_schedule, bucket_length, build_windows, make_schedule, stride_characters
 
 BOS = 999
 
@@ -60,11 +60,32 @@ def test_strides_of_another_tokenizer():
 def test_a_tokenizers_own_strides_are_found_again(case):
     length, window, stride = case
     ends = np.cumsum(1 + np.arange(length) % 3)
+    offsets = np.stack([np.append(0, ends[:-1]), ends], axis=1)
     schedule = make_schedule(length, StrideSettings(window, stride))
-    again = aligned_schedule(stride_characters(schedule, ends), ends, window)
+    again = aligned_schedule(stride_characters(schedule, offsets), ends, window)
     np.testing.assert_array_equal(again.targets, schedule.targets)
     np.testing.assert_array_equal(again.ends, schedule.ends)
-    np.testing.assert_array_equal(again.starts, np.maximum(0, schedule.ends - window))
+    np.testing.assert_array_equal(again.starts[1:], schedule.ends[1:] - window)
+
+
+def test_a_stride_that_begins_inside_a_character_begins_in_front_of_it():
+    offsets = np.array([[0, 1], [1, 2], [2, 3], [2, 3], [2, 3], [3, 5]])  # three bytes of the third character
+    schedule = Schedule(6, np.zeros(4, np.int64), np.array([0, 2, 3, 5]), np.array([2, 3, 5, 6]))
+    assert stride_characters(schedule, offsets).tolist() == [[0, 2], [2, 2], [2, 3], [3, 5]]
+
+
+def test_a_passage_has_room_in_front_of_a_short_text():
+    """Where the window is not full, the passage pushes the text back and overwrites nothing."""
+    windows = build_windows(
+        np.arange(10, 30), starts=np.array([-5, -5, -1]), first_labels=np.array([3, 3, 3]), ends=np.array([5, 5, 9]),
+        passages=[np.array([1, 2]), np.zeros(0, np.int32), np.array([1, 2, 3])], num_labels=2, length=10, bos=None,
+    )  # fmt: skip
+    assert windows.tokens.tolist() == [
+        [1, 2, 10, 11, 12, 13, 0, 0, 0, 0],
+        [10, 11, 12, 13, 0, 0, 0, 0, 0, 0],
+        [1, 2, 3, 12, 13, 14, 15, 16, 17, 0],
+    ]
+    assert windows.positions.tolist() == [[4, 5], [2, 3], [3, 4]]
 
 
 def test_limit():

@@ -1,0 +1,125 @@
+"""`ralm train`: commands that learn something. As in `cli`, nothing heavy is imported before one runs."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
+from ralm_jax.settings import QuerySettings, RerankerSettings, Split, StrideSettings, TrainSettings, WindowSettings
+
+
+@dataclass(frozen=True)
+class TrainingText(TextOptions):
+    """The text that is learned from."""
+
+    split: Split = "train"
+    """Split of --dataset."""
+
+
+@dataclass(frozen=True)
+class RerankerData:
+    """Collect what a reranker learns from: a sample of a text's strides, with passages, scored by the frozen reader."""
+
+    model: str
+    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    index: str
+    """Folder that `ralm index` made."""
+    out: str
+    """Folder for the examples: a RetrievalTable and a ScoreTable."""
+    examples: int = 300_000
+    """Strides to draw."""
+    seed: int = 0
+    """Of the sample."""
+    without: tuple[str, ...] = ()
+    """Texts that will be evaluated: strides that share a run of 13 words with them are left out."""
+    text: TrainingText = TrainingText()
+    exclude: ExcludeOptions = ExcludeOptions()
+    strides: StrideSettings = StrideSettings()
+    queries: QuerySettings = QuerySettings()
+    windows: WindowSettings = WindowSettings()
+    reader: ReaderOptions = ReaderOptions()
+    rerun: RerunOptions = RerunOptions()
+
+    def run(self) -> None:
+        from ralm_jax.text import read_text
+        from retrieval.retriever import open_index
+        from train.collect import collect
+
+        self.windows.passage_limit(self.strides)  # known before anything is loaded
+        batch_size, text = self.reader.windows_a_batch(), self.text.read()
+        excluded, without = self.exclude.titles(self.text), [read_text(path) for path in self.without]
+        index = open_index(self.index)
+        tokenizer, reader = self.reader.load(self.model)
+        sample = collect(
+            text,
+            reader,
+            tokenizer,
+            index,
+            self.out,
+            examples=self.examples,
+            seed=self.seed,
+            without=without,
+            strides=self.strides,
+            queries=self.queries,
+            windows=self.windows,
+            excluded=excluded,
+            batch_size=batch_size,
+            if_exists=self.rerun.if_exists,
+        )
+        print(f"{self.out}: {len(sample.schedule) - 1:,} of the text's {sample.strides:,} strides")
+        if self.without:
+            named = ", ".join(self.without)
+            print(f"{sample.left_out:,} strides were left out of the draw: they share words with {named}")
+
+
+@dataclass(frozen=True)
+class Reranker:
+    """Train a predictive reranker to choose the passage that helps the reader most."""
+
+    init: str
+    """What is trained: a BERT, RoBERTa or cross-encoder, as a folder or a Hugging Face id."""
+    data: str
+    """Folder that `ralm train reranker-data` made."""
+    out: str
+    """Folder for checkpoints, metrics.csv, and the trained model in `model`."""
+    index: str | None = None
+    """The index of the examples, if it has been moved."""
+    text: TrainingText = TrainingText()
+    reranker: RerankerSettings = RerankerSettings()
+    training: TrainSettings = TrainSettings()
+    rerun: RerunOptions = RerunOptions()
+
+    def run(self) -> None:
+        from train.reranker import MODEL, train_reranker
+
+        train_reranker(
+            self.init,
+            self.data,
+            self.text.read(),
+            self.out,
+            settings=self.training,
+            reranker=self.reranker,
+            index=self.index,
+            if_exists=self.rerun.if_exists,
+            announce=lambda line: print(line, flush=True),
+        )
+        sizes = f"--prefix-tokens {self.reranker.prefix_tokens} --pair-tokens {self.reranker.pair_tokens}"
+        print(f"The reranker, for `ralm rerank --reranker {self.out}/{MODEL} {sizes}`, is there.")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train what helps a frozen reader."""
+
+    task: (
+        Annotated[RerankerData, tyro.conf.subcommand("reranker-data", prefix_name=False)]
+        | Annotated[Reranker, tyro.conf.subcommand("reranker", prefix_name=False)]
+    )
+
+    @property
+    def rerun(self) -> RerunOptions:
+        return self.task.rerun
+
+    def run(self) -> None:
+        self.task.run()

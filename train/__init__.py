@@ -1,0 +1,1 @@
+"""Training: rerankers that learn from a frozen reader which passage helps it."""

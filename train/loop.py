@@ -1,0 +1,370 @@
+"""A training loop for any loss: float32 state on a mesh, one compiled step, checkpoints, and exact resumption.
+
+Batch, learning rate and random numbers of a step are functions of the seed and the step alone. A run that is resumed
+from its last checkpoint therefore does what it would have done.
+"""
+
+import csv
+import functools
+import io
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ralm_jax.errors import RalmError, UsageError, first_line
+from ralm_jax.model import DTYPES
+from ralm_jax.settings import IfExists, TrainSettings
+from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch
+from ralm_jax.storage import Folder
+from ralm_jax.text import write_text
+from train.optim import learning_rate, make_optimizer
+
+KIND = "training run"
+CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.csv", "tensorboard"
+BEST_BY = "held_out_loss"
+
+Batch = Any  # a pytree of arrays with a leading axis of examples
+LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class State(NamedTuple):
+    """What a step changes: parameters and optimiser state in float32, and the steps that are done."""
+
+    params: Any
+    optimizer: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        params: a pytree of arrays on `mesh`, with the names of `train.optim.DECAYED`.
+        loss: of (params, batch, key), the sum of the examples' losses and the sum of their weights. Parameters come in
+            the dtype of the computation.
+        batches: the batches from a step to the last, NumPy; every one the same shapes.
+        evaluate: figures of (params) on held-out examples; the lowest `BEST_BY` makes the best checkpoint. None where
+            nothing is held out: then it is the last.
+        identity: what the run is a function of beside its settings; a run is resumed only where it agrees.
+    """
+
+    params: Any
+    mesh: Mesh
+    loss: LossFn
+    batches: Callable[[int], Iterable[Batch]]
+    evaluate: Callable[[Any], Mapping[str, float]] | None
+    identity: dict[str, Any]
+
+
+def new_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
+    """The state before the first step. What the optimiser keeps of a parameter lies where the parameter does."""
+
+    def start(params: Any) -> State:
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return State(wide, optimizer.init(wide), jnp.zeros((), jnp.int32))
+
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    kept = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(start, params).optimizer,
+        shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    with on_mesh(mesh):
+        return jax.jit(start, out_shardings=State(shardings, kept, replicated))(params)
+
+
+def make_step(
+    loss: LossFn, optimizer: optax.GradientTransformation, settings: TrainSettings, mesh: Mesh
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """The update (state, batch) -> (state, {"loss", "learning_rate", "gradient_norm"}), to be jitted.
+
+    A batch's loss is the sum over its examples by the sum of their weights, however many micro-batches and devices it
+    is spread over.
+    """
+    parts, rate = settings.micro_batches, learning_rate(settings)
+
+    def spread(x: jax.Array) -> jax.Array:
+        """(B, ...) -> (parts, B / parts, ...), every part on all devices."""
+        split = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(split, NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"))))
+
+    def summed(params: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return loss(jax.tree.map(lambda x: x.astype(DTYPES[settings.dtype]), params), batch, key)
+
+    def update(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
+
+        def add(sums: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            examples, number = part
+            value = jax.value_and_grad(summed, has_aux=True)
+            (total, weight), gradients = value(state.params, examples, jax.random.fold_in(key, number))
+            return jax.tree.map(jnp.add, sums, (total, weight, gradients)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (zero, zero, jax.tree.map(jnp.zeros_like, state.params))
+        (total, weight, gradients), _ = jax.lax.scan(add, start, (jax.tree.map(spread, batch), jnp.arange(parts)))
+        weight = jnp.where(weight > 0, weight, 1)  # a batch without labels moves nothing
+        gradients = jax.tree.map(lambda x: x / weight, gradients)
+        updates, kept = optimizer.update(gradients, state.optimizer, state.params)
+        told = {"loss": total / weight, "learning_rate": rate(state.step), "gradient_norm": optax.tree.norm(gradients)}
+        return State(optax.apply_updates(state.params, updates), kept, state.step + 1), told
+
+    return update
+
+
+def compiled_step(task: Task, settings: TrainSettings, state: State) -> Any:
+    """`make_step`, compiled once: the state is updated in place and stays where it is."""
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    update = make_step(task.loss, make_optimizer(settings), settings, task.mesh)
+    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def train(
+    task: Task,
+    location: str,
+    settings: TrainSettings,
+    *,
+    if_exists: IfExists = "refuse",
+    announce: Callable[[str], None] = print,
+) -> Any:
+    """Trains, with checkpoints and metrics in the folder `location`. Returns the parameters of the best checkpoint by
+    held-out examples, or the last where none are held out.
+
+    Args:
+        announce: is told how it goes, a line at a time.
+
+    Raises:
+        UsageError: `location` is taken and `if_exists` refuses, or a batch that the devices cannot share.
+        RalmError: what is there was made in another way or is damaged; a loss that is not finite.
+    """
+    share = batch_multiple(task.mesh) * settings.micro_batches
+    if settings.batch_size % share:
+        raise UsageError(
+            f"a batch of {settings.batch_size} cannot be shared by {batch_multiple(task.mesh)} devices in "
+            f"{settings.micro_batches} micro batches; use a multiple of {share}"
+        )
+    if "://" in location:
+        raise UsageError(f"{location}: training needs a local folder")
+    folder = Folder.create(location, KIND, run_settings(settings) | task.identity, if_exists)
+    root = Path(location).expanduser()
+    state = new_state(task.params, make_optimizer(settings), task.mesh)
+    with Checkpoints(root / CHECKPOINTS, fresh=if_exists != "resume") as checkpoints:
+        done = checkpoints.latest()
+        if done is not None:
+            state = checkpoints.restore(done, state)
+        with Metrics(root, done, announce, settings) as metrics:
+            state = run(task, settings, state, done, checkpoints, metrics)
+        best = checkpoints.best() if task.evaluate else settings.steps
+        folder.about.update(steps=settings.steps, best=best)
+        folder.write_manifest()
+        return state.params if best == settings.steps else checkpoints.restore(best, state).params
+
+
+def run(
+    task: Task,
+    settings: TrainSettings,
+    state: State,
+    done: int | None,
+    checkpoints: "Checkpoints",
+    metrics: "Metrics",
+) -> State:
+    """The steps that are left; `done` of them are done, None before the first checkpoint."""
+
+    def check(step: int, state: State) -> None:
+        figures = {} if task.evaluate is None else {name: float(x) for name, x in task.evaluate(state.params).items()}
+        metrics.evaluated(step, figures)
+        checkpoints.save(step, state, figures)
+
+    if done is None:
+        check(0, state)
+    update = compiled_step(task, settings, state)
+    batches = iter(task.batches(done or 0))
+    pending: tuple[int, dict[str, jax.Array], float] | None = None
+    for step in range((done or 0) + 1, settings.steps + 1):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited = time.perf_counter() - asked
+        with on_mesh(task.mesh):
+            placed = jax.tree.map(functools.partial(shard_batch, task.mesh), batch)
+            state, told = update(state, placed)
+        if pending is not None:  # while the device works on this step
+            metrics.trained(*pending)
+        pending = (step, told, waited)
+        if step % settings.check_every == 0 or step == settings.steps:
+            metrics.trained(*pending)
+            pending = None
+            check(step, state)
+    return state
+
+
+def run_settings(settings: TrainSettings) -> dict[str, Any]:
+    """What decides the result; how often it is looked at does not."""
+    return {"training": {name: value for name, value in vars(settings).items() if name != "log_every"}}
+
+
+class Checkpoints:
+    """The last two checkpoints and the best; unfinished ones do not count."""
+
+    def __init__(self, folder: Path, *, fresh: bool):
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+        self._ocp, self._folder = ocp, folder.absolute()
+        best = keep.BestN(get_metric_fn=lambda figures: -figures[BEST_BY], n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(2), best]),
+            best_fn=lambda figures: figures[BEST_BY],
+            best_mode="min",
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        if fresh:
+            for step in self._manager.all_steps():
+                self._manager.delete(step)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def best(self) -> int:
+        self._manager.wait_until_finished()
+        return self._manager.best_step()
+
+    def save(self, step: int, state: State, figures: Mapping[str, float]) -> None:
+        """Goes on in the background; the state may be donated meanwhile."""
+        self._manager.save(step, args=self._ocp.args.StandardSave(named(state)), metrics=dict(figures) or None)
+
+    def restore(self, step: int, state: State) -> State:
+        """The checkpoint of `step`, placed as `state` is.
+
+        Raises:
+            RalmError: it is damaged, or of other parameters.
+        """
+        self._manager.wait_until_finished()
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        try:
+            found = self._manager.restore(step, args=self._ocp.args.StandardRestore(named(wanted)))
+        except Exception as error:  # Orbax raises whatever its stores do
+            where = self._folder / str(step)
+            raise RalmError(
+                f"{where}: cannot be restored ({first_line(error)}); delete it to go on before it"
+            ) from None
+        return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in named(state)])
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by their paths."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+class Metrics:
+    """Figures of every step in metrics.csv, and for TensorBoard where tensorboardX is installed."""
+
+    TRAINED = ("loss", "learning_rate", "gradient_norm", "seconds", "data_wait")
+
+    def __init__(self, root: Path, done: int | None, announce: Callable[[str], None], settings: TrainSettings):
+        self._path, self._announce, self._settings = root / METRICS, announce, settings
+        self._columns: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+        self._since, self._recent = time.perf_counter(), list[dict[str, Any]]()
+        self._board = tensorboard(root / TENSORBOARD, done)
+        if done is not None and self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                kept = list(itertools.takewhile(lambda row: int(row["step"]) <= done, reader))
+                self._columns = list(reader.fieldnames or ())
+            write_text(str(self._path), self._lines(kept, header=True))
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+        if self._board is not None:
+            self._board.close()
+
+    def trained(self, step: int, told: Mapping[str, Any], waited: float) -> None:
+        """One step's figures; waits until the device has them.
+
+        Raises:
+            RalmError: the loss is not finite.
+        """
+        row = {name: float(value) for name, value in told.items()}
+        now = time.perf_counter()
+        row |= {"seconds": now - self._since, "data_wait": waited}
+        self._since = now
+        if not np.isfinite(row["loss"]) or not np.isfinite(row["gradient_norm"]):
+            raise RalmError(f"step {step}: the loss is not finite; try a lower --learning-rate, or float32")
+        self._recent.append(row)
+        if step % self._settings.log_every == 0 or step == self._settings.steps:
+            loss, seconds, wait = (sum(row[name] for row in self._recent) for name in ("loss", "seconds", "data_wait"))
+            count = len(self._recent)
+            self._announce(
+                f"step {step:,} of {self._settings.steps:,}: loss {loss / count:.4f}, {seconds / count:.2f} s a step, "
+                f"{wait / seconds:.1%} of it waiting for data"
+            )
+            self._recent.clear()
+            self.flush()
+        self._add(step, row)  # and perhaps the evaluation after the step
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Held-out figures after a step; all rows are on disk afterwards."""
+        if not self._columns:
+            self._columns = ["step", *self.TRAINED, *figures]
+            write_text(str(self._path), self._lines([], header=True))
+        if figures:
+            self._announce(f"step {step:,}, held out: " + ", ".join(f"{name} {x:.4f}" for name, x in figures.items()))
+        self._add(step, figures)
+        self.flush()
+        self._since = time.perf_counter()
+
+    def flush(self) -> None:
+        if self._rows:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                file.write(self._lines(self._rows))
+            self._rows.clear()
+
+    def _add(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._rows and self._rows[-1]["step"] == step:
+            self._rows[-1] |= figures
+        else:
+            self._rows.append({"step": step, **figures})
+        if self._board is not None:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+
+    def _lines(self, rows: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, self._columns, lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return buffer.getvalue()
+
+
+def tensorboard(folder: Path, done: int | None) -> Any:
+    """A writer of TensorBoard's files, which hides what an earlier run wrote after step `done`; None without
+    tensorboardX."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=0 if done is None else done + 1)
