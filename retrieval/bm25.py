@@ -21,7 +21,7 @@ from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, write_parts
+from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, refuse_in_worker, write_parts
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages
 from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
@@ -45,7 +45,7 @@ def build_index(
 ) -> "BM25Index":
     """Indexes `passages` (title and text) into the folder `location`, part by part, several parts at once.
 
-    Parts are made by processes; they import a script that calls this, which needs its `if __name__ == "__main__"`.
+    Parts are made by processes; they import a script that calls this, which needs its `if __name__ == "__main__":`.
 
     Args:
         quantise_lengths: lengths as coarse as Lucene's, for the same scores.
@@ -54,10 +54,12 @@ def build_index(
         announce: is told what the index will take, before it is made.
 
     Raises:
-        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder.
+        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder; or a
+            script without that line called this again in a process of its own.
         RalmError: there are no passages, a row of the corpus is broken, the disk is too small, or what is there to be
             resumed was made from another corpus or in another way.
     """
+    refuse_in_worker()
     settings = {
         "engine": "bm25", "analyzer": analyzer.NAME, "analyzer_version": analyzer.VERSION,
         "k1": k1, "b": b, "quantise_lengths": quantise_lengths,

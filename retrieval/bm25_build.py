@@ -11,14 +11,14 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.storage import check_disk, megabytes
 from ralm_jax.text import writing
 from retrieval import analyzer
@@ -28,6 +28,7 @@ PART = 1 << 16  # passages; what a process of a killed build can lose
 WORKERS = 8  # processes at most: each has a part in memory, and the words that it has seen
 SAMPLE = 1000  # passages that the size is guessed from
 POSTING_BYTES = 8  # a row and a score
+GUARD = '`if __name__ == "__main__":` around what it does'
 WORTH_SAYING = 100e6  # bytes of disk that an index takes while it is built
 
 
@@ -93,10 +94,20 @@ def write_parts(source: Path, parts: Mapping[Path, range], cores: int, done: Cal
             done(written.result())
     except BrokenProcessPool:
         raise RalmError(
-            f"{source}: a process that analysed passages was killed; free some memory, and go on with --resume"
+            f"{source}: a process that analysed passages was killed (free some memory, and go on with --resume), or "
+            f"could not start (a script that builds an index needs {GUARD})"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def refuse_in_worker() -> None:
+    """
+    Raises:
+        UsageError: this process is a worker that is still importing the script which started it.
+    """
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise UsageError(f"a script that builds an index is imported by the processes that help it, and needs {GUARD}")
 
 
 def begin_worker() -> None:

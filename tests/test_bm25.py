@@ -268,10 +268,30 @@ class TestFolder:
         monkeypatch.setattr("retrieval.bm25.PART", 10)
         monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
         monkeypatch.setattr("retrieval.bm25_build.make_part", killed)
-        with pytest.raises(RalmError, match="was killed; free some memory, and go on with --resume"):
+        with pytest.raises(RalmError, match=r"was killed \(free some memory, and go on with --resume\)"):
             index(tmp_path, *["red fish"] * 30)
         monkeypatch.undo()
         assert hits(index(tmp_path, *["red fish"] * 30, if_exists="resume"), "red", 3) == [0, 1, 2]
+
+    def test_a_script_that_its_workers_would_run_again(self, tmp_path):
+        (tmp_path / "build.py").write_text(
+            "from retrieval import bm25; from retrieval.corpus import Passage\n"
+            "bm25.PART, bm25.numba.get_num_threads = 1, lambda: 2\n"
+            f"bm25.build_index([Passage('', '', 'a b')] * 2, {str(tmp_path / 'i')!r}, if_exists='overwrite')"
+        )
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "build.py"],
+            env={**os.environ, "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+        )
+        guard = 'needs `if __name__ == "__main__":` around what it does'
+        assert (
+            f"UsageError: a script that builds an index is imported by the processes that help it, and {guard}\n"
+            in (ran.stderr)
+        )
+        assert ran.stderr.endswith(f"or could not start (a script that builds an index {guard})\n")
+        assert "corpus" in json.loads((tmp_path / "i/manifest.json").read_text())["about"]  # the parent's, whole
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_no_process_outlives_a_build(self, tmp_path, number):
