@@ -72,6 +72,8 @@ def build_index(
     stored = store_passages(folder, passages)
     if "terms" in folder.about:
         return BM25Index.open(location)
+    for array in (root / "bm25").glob("*.npy"):  # of the index that is overwritten, or of a build that was killed
+        array.unlink()
     folder.about["source"] = source or {}
     folder.write_manifest()
 
@@ -92,7 +94,7 @@ def build_index(
 
 def remove_parts(folder: Path) -> None:
     """Removes what a build writes and nobody needs after it."""
-    for path in (*folder.glob("[0-9]*.npz"), *folder.glob("*.tmp"), *folder.glob("*.tmp.npy")):
+    for path in (*folder.glob("[0-9]*.npz"), *folder.glob("*.tmp")):
         path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

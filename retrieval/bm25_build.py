@@ -185,9 +185,11 @@ def merge_parts(parts: Sequence[Path], folder: Path, k1: float, b: float, quanti
 
     indptr = np.concatenate([[0], np.cumsum(matches)]).astype(np.int64)
     smallest, largest, first, place = np.inf, 0.0, 0, indptr[:-1].copy()
+    stored = {"data": np.zeros(0, np.float32), "indices": np.zeros(0, np.int32), "indptr": indptr}
     with writing(folder):
-        indices = new_array(parts[0].with_name("indices.tmp.npy"), "int32", int(indptr[-1]))
-        data = new_array(parts[0].with_name("data.tmp.npy"), "float32", int(indptr[-1]))
+        bm25s_index(stored | {"num_docs": len(all_lengths)}, vocabulary, k1, b).save(folder, show_progress=False)
+        indices = new_array(folder / "indices.csc.index.npy", "int32", int(indptr[-1]))
+        data = new_array(folder / "data.csc.index.npy", "float32", int(indptr[-1]))
         for path, own in zip(parts, numbers, strict=True):
             part = read_part(path)
             terms = np.repeat(own, np.diff(part.indptr))
@@ -199,14 +201,22 @@ def merge_parts(parts: Sequence[Path], folder: Path, k1: float, b: float, quanti
             first += len(part.lengths)
             if len(scores):
                 smallest, largest = min(smallest, float(scores.min())), max(largest, float(scores.max()))
-        scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(all_lengths)}
-        bm25s_index(scores, vocabulary, k1, b).save(folder, show_progress=False)
     return {"terms": len(vocabulary), "score_range": [smallest, largest] if largest else [0.0, 0.0]}
 
 
 def new_array(path: Path, dtype: str, count: int) -> np.ndarray:
-    """An array on disk; in memory where there is nothing in it, which cannot be mapped."""
-    return np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,)) if count else np.zeros(0, dtype)
+    """An array mapped to a file that has all its disk: where a full one leaves no room for a page, a write to it kills.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if not count:
+        return np.zeros(0, dtype)  # nothing cannot be mapped
+    array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,))
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def bm25s_index(scores: dict[str, Any], vocabulary: dict[str, int], k1: float, b: float) -> Any:
@@ -234,7 +244,7 @@ def check_room(location: str, count: int, sample: Sequence[str], announce: Calla
         RalmError: the disk does not have it.
     """
     postings = POSTING_BYTES * len(part_of(sample).rows) * count / max(1, len(sample))
-    building = 3 * postings  # the parts, the arrays, and the copy of these that bm25s saves
+    building = 2 * postings  # the parts, and the arrays made of them
     if building >= WORTH_SAYING:
         announce(
             f"{location}: {count:,} passages, about {megabytes(postings)} of postings, and {megabytes(building)} of "

@@ -1,5 +1,6 @@
 """The embedded BM25: Lucene's numbers, its edges, and what the search promises."""
 
+import errno
 import gzip
 import json
 import math
@@ -18,7 +19,7 @@ import pytest
 from ralm_jax.errors import RalmError, UsageError
 from retrieval.analyzer import analyze
 from retrieval.bm25 import BM25Index, build_index
-from retrieval.bm25_build import part_of, quantised_length
+from retrieval.bm25_build import new_array, part_of, quantised_length
 from retrieval.bm25_search import Queries, can_slide, search_postings
 from retrieval.corpus import Passage, read_corpus
 from retrieval.retriever import look_up
@@ -385,6 +386,20 @@ class TestFolder:
         monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20}))
         with pytest.raises(RalmError, match="are needed and the disk has"):
             index(tmp_path, "red fish", "red", if_exists="overwrite")
+
+    def test_a_disk_that_fills_up_is_an_error(self, tmp_path, monkeypatch):
+        """Not a signal: what is mapped has its disk before it is written."""
+        new_array(tmp_path / "x.npy", "int32", 1 << 18)
+        assert (tmp_path / "x.npy").stat().st_blocks * 512 >= 4 << 18
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("os.posix_fallocate", full)
+        with pytest.raises(RalmError, match=r"index/bm25: cannot be written \(No space left on device\)"):
+            index(tmp_path, "red fish", "red")
+        monkeypatch.undo()
+        assert hits(index(tmp_path, "red fish", "red", if_exists="resume"), "fish") == [0]
 
     @pytest.mark.parametrize("victim", ["bm25/data.csc.index.npy", "bm25/vocab.index.json", "passages.arrow"])
     def test_damage(self, tmp_path, victim):
