@@ -77,12 +77,13 @@ def build_index(
     folder.about["source"] = source or {}
     folder.write_manifest()
 
-    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), announce)
-    with writing(parts):
-        parts.mkdir(exist_ok=True)
     rows = [range(len(stored))[start : start + PART] for start in range(0, len(stored), PART)]
     wanted = {parts / f"{part.start}-{part.stop}.npz": part for part in rows}
     missing = {path: part for path, part in wanted.items() if not path.exists()}
+    there = sum(path.stat().st_size for path in wanted.keys() - missing.keys())
+    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), there, announce)
+    with writing(parts):
+        parts.mkdir(exist_ok=True)
     left = sum(map(len, missing.values()))
     with tqdm(total=left, unit=" passages", disable=None if progress is None else not progress) as bar:
         write_parts(root / "passages.arrow", missing, numba.get_num_threads(), bar.update)

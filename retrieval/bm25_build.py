@@ -237,8 +237,11 @@ def quantised_length(length: int) -> int:
     return length - rest + (rest >> shift << shift)
 
 
-def check_room(location: str, count: int, sample: Sequence[str], announce: Callable[[str], None]) -> None:
+def check_room(location: str, count: int, sample: Sequence[str], there: int, announce: Callable[[str], None]) -> None:
     """Says what the index takes before it is made, if that is much.
+
+    Args:
+        there: bytes of the parts that an earlier build left.
 
     Raises:
         RalmError: the disk does not have it.
@@ -250,4 +253,4 @@ def check_room(location: str, count: int, sample: Sequence[str], announce: Calla
             f"{location}: {count:,} passages, about {megabytes(postings)} of postings, and {megabytes(building)} of "
             "disk while it is built"
         )
-    check_disk(location, building)
+    check_disk(location, building - there)

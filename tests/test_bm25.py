@@ -387,6 +387,16 @@ class TestFolder:
         with pytest.raises(RalmError, match="are needed and the disk has"):
             index(tmp_path, "red fish", "red", if_exists="overwrite")
 
+    def test_what_parts_already_take_is_not_asked_for_again(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, *["red fish"] * 1000)
+        monkeypatch.undo()
+        monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20_000}))
+        with pytest.raises(RalmError, match=r"0\.0 MB are needed and the disk has 0\.0 MB"):  # 32,000 bytes
+            index(tmp_path, *["red fish"] * 1000, name="other")
+        assert hits(index(tmp_path, *["red fish"] * 1000, if_exists="resume"), "fish", 2) == [0, 1]
+
     def test_a_disk_that_fills_up_is_an_error(self, tmp_path, monkeypatch):
         """Not a signal: what is mapped has its disk before it is written."""
         new_array(tmp_path / "x.npy", "int32", 1 << 18)
