@@ -8,7 +8,7 @@ passages that have any term at all.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, refuse_in_worker, write_parts
+from retrieval.bm25_build import SAMPLE, check_room, in_parts, merge_parts, refuse_in_worker, write_parts
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages
 from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
@@ -69,7 +69,8 @@ def build_index(
     parts = root / "parts"
     if if_exists != "resume" or "corpus" not in folder.about:  # parts of a corpus that nobody wrote down
         remove_parts(parts)
-    stored = store_passages(folder, passages)
+    starts: list[int] = []
+    stored = store_passages(folder, in_parts(passages, starts))
     if "terms" in folder.about:
         return BM25Index.open(location)
     for array in (root / "bm25").glob("*.npy"):  # of the index that is overwritten, or of a build that was killed
@@ -77,11 +78,11 @@ def build_index(
     folder.about["source"] = source or {}
     folder.write_manifest()
 
-    rows = [range(len(stored))[start : start + PART] for start in range(0, len(stored), PART)]
+    rows = [range(*part) for part in pairwise([*starts, len(stored)])]
     wanted = {parts / f"{part.start}-{part.stop}.npz": part for part in rows}
     missing = {path: part for path, part in wanted.items() if not path.exists()}
     there = sum(path.stat().st_size for path in wanted.keys() - missing.keys())
-    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), there, announce)
+    check_room(location, len(stored), stored.contents(rows[0][:SAMPLE]), there, announce)
     with writing(parts):
         parts.mkdir(exist_ok=True)
     left = sum(map(len, missing.values()))

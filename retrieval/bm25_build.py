@@ -1,14 +1,14 @@
 """From passages to BM25's postings, in parts that a killed build keeps, with no more than a part a process in memory.
 
-A part holds the postings of `PART` passages by term; several are made at once, each by a process of its own. Parts are
-then put together by two passes over them: one counts, one writes every posting to its place. The result is the same to
-the byte however the passages fall into parts.
+A part holds the postings of `PART` passages by term, of fewer where their text is long; several are made at once, each
+by a process of its own. Parts are then put together by two passes over them: one counts, one writes every posting to
+its place. The result is the same to the byte however the passages fall into parts.
 """
 
 import os
 import signal
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import current_process, get_context, parent_process
@@ -22,9 +22,9 @@ from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.storage import check_disk, megabytes
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.corpus import Passages
+from retrieval.corpus import Passage, Passages
 
-PART = 1 << 16  # passages; what a process of a killed build can lose
+PART, PART_BYTES = 1 << 16, 1 << 26  # passages, and their text; what a process of a killed build can lose
 WORKERS = 8  # processes at most: each has a part in memory, and the words that it has seen
 SAMPLE = 1000  # passages that the size is guessed from
 POSTING_BYTES = 8  # a row and a score
@@ -72,6 +72,18 @@ def part_of(texts: Sequence[str]) -> Part:
         frequencies.astype(np.int32),
         lengths,
     )
+
+
+def in_parts(passages: Iterable[Passage], starts: list[int]) -> Iterator[Passage]:
+    """Passes `passages` through, and adds to `starts` the row that each part begins with."""
+    room = 0
+    for row, passage in enumerate(passages):
+        size = len(passage.contents.encode())
+        if not starts or row - starts[-1] == PART or size > room:
+            starts.append(row)
+            room = PART_BYTES
+        room -= size
+        yield passage
 
 
 def write_parts(source: Path, parts: Mapping[Path, range], cores: int, done: Callable[[int], object]) -> None:
