@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from tqdm import tqdm
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
@@ -160,17 +160,22 @@ class BM25Index:
             excluded: titles that are left out inside the search, so that k hits remain where there are k.
 
         Raises:
-            UsageError: `k` is below 1.
+            UsageError: `k` is below 1, or so many hits do not fit into memory.
         """
         at_least(1, k=k)
         wanted = self._terms(queries)
         allowed = ~self.passages.titled(excluded) if excluded else np.zeros(0, bool)
-        rows = np.full((len(queries), k), -1, np.int64)
-        scores = np.zeros((len(queries), k), np.float32)
+        width = min(k, len(self.passages))
+        rows = np.full((len(queries), width), -1, np.int64)
+        scores = np.zeros((len(queries), width), np.float32)
         whole, changed = postings_to_touch(self.postings.indptr, *wanted)
         sliding = changed < whole and can_slide(wanted, *self.about.get("score_range", (0.0, 0.0)))
         search_postings(self.postings, len(self.passages), wanted, allowed, rows, scores, sliding=sliding)
-        return Hits(rows, scores)
+        rest = (0, 0), (0, k - width)
+        try:
+            return Hits(np.pad(rows, rest, constant_values=-1), np.pad(scores, rest))
+        except (MemoryError, ValueError):  # more than there is, and more than NumPy counts
+            raise UsageError(f"k is {k:,}: so many hits do not fit into memory") from None
 
     def _terms(self, queries: Sequence[str]) -> Queries:
         """The known terms of each query."""

@@ -102,6 +102,13 @@ class TestEdges:
         assert found.rows.tolist() == [[0, 1] + [-1] * 14]
         assert (found.scores[0][2:] == 0).all()
 
+    @pytest.mark.parametrize("k", [10**14, 10**18])
+    def test_k_beyond_memory(self, tmp_path, k):
+        built = index(tmp_path, "red fish", "blue fish")
+        assert len(look_up(built, ["fish"], k)[0]["hits"]) == 2
+        with pytest.raises(UsageError, match=r"k is 10*,[0,]*: so many hits do not fit into memory"):
+            built.search(["fish"], k)
+
     def test_queries_that_analyse_to_nothing(self, tmp_path):
         found = index(tmp_path, "red fish").search(["", "the of and", "?!", "unseen"], 4)
         assert (found.rows == -1).all()
