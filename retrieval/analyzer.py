@@ -17,6 +17,7 @@ STOP_WORDS = frozenset(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
     "to was will with".split()
 )
+REMEMBERED = 64  # characters, at most, of text whose terms are kept: Chinese has no space in a whole paragraph
 MAX_TERM_LENGTH = 255  # longer words are cut into pieces, as Lucene's tokenizer does
 
 # Scripts without spaces (Thai, Khmer, …) stay together up to the next space; all else is cut at word boundaries.
@@ -34,7 +35,11 @@ POSSESSIVES = ("'s", "'S", "’s", "’S", "＇s", "＇S")
 
 def analyze(text: str) -> list[str]:
     """The terms of `text`, in order."""
-    return [term for chunk in text.split(" ") for term in chunk_terms(chunk)]  # no word crosses a space
+    return [
+        term
+        for chunk in text.split(" ")  # no word crosses a space
+        for term in (chunk_terms if len(chunk) <= REMEMBERED else chunk_terms.__wrapped__)(chunk)
+    ]
 
 
 def words(text: str) -> list[str]:
@@ -52,7 +57,11 @@ def placed_words(text: str) -> Iterator[tuple[str, int, int]]:
 @functools.lru_cache(maxsize=1 << 20)
 def chunk_terms(chunk: str) -> tuple[str, ...]:
     """The terms of what stands between two spaces: much of it is seen again and again."""
-    return tuple(term for piece in PIECE.findall(chunk) for term in terms(piece))
+    return tuple(
+        term
+        for piece in PIECE.findall(chunk)
+        for term in (terms if len(piece) <= REMEMBERED else terms.__wrapped__)(piece)
+    )
 
 
 @functools.lru_cache(maxsize=1 << 20)

@@ -8,7 +8,7 @@ passages that have any term at all.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import numba
 import numpy as np
 from tqdm import tqdm
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import IfExists, at_least
 from ralm_jax.storage import Folder
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.bm25_build import PART, SAMPLE, check_room, merge_parts, write_parts
+from retrieval.bm25_build import SAMPLE, check_room, in_parts, merge_parts, refuse_in_worker, write_parts
 from retrieval.bm25_search import Postings, Queries, can_slide, postings_to_touch, search_postings
 from retrieval.corpus import Passage, Passages
 from retrieval.retriever import KIND, Hits, index_fingerprint, new_index, store_passages
@@ -45,7 +45,7 @@ def build_index(
 ) -> "BM25Index":
     """Indexes `passages` (title and text) into the folder `location`, part by part, several parts at once.
 
-    Parts are made by processes; they import a script that calls this, which needs its `if __name__ == "__main__"`.
+    Parts are made by processes; they import a script that calls this, which needs its `if __name__ == "__main__":`.
 
     Args:
         quantise_lengths: lengths as coarse as Lucene's, for the same scores.
@@ -54,10 +54,12 @@ def build_index(
         announce: is told what the index will take, before it is made.
 
     Raises:
-        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder.
+        UsageError: `location` is taken and `if_exists` refuses, or it is not an index, or not a local folder; or a
+            script without that line called this again in a process of its own.
         RalmError: there are no passages, a row of the corpus is broken, the disk is too small, or what is there to be
             resumed was made from another corpus or in another way.
     """
+    refuse_in_worker()
     settings = {
         "engine": "bm25", "analyzer": analyzer.NAME, "analyzer_version": analyzer.VERSION,
         "k1": k1, "b": b, "quantise_lengths": quantise_lengths,
@@ -67,18 +69,22 @@ def build_index(
     parts = root / "parts"
     if if_exists != "resume" or "corpus" not in folder.about:  # parts of a corpus that nobody wrote down
         remove_parts(parts)
-    stored = store_passages(folder, passages)
+    starts: list[int] = []
+    stored = store_passages(folder, in_parts(passages, starts))
     if "terms" in folder.about:
         return BM25Index.open(location)
+    for array in (root / "bm25").glob("*.npy"):  # of the index that is overwritten, or of a build that was killed
+        array.unlink()
     folder.about["source"] = source or {}
     folder.write_manifest()
 
-    check_room(location, len(stored), stored.contents(range(min(SAMPLE, len(stored)))), announce)
-    with writing(parts):
-        parts.mkdir(exist_ok=True)
-    rows = [range(len(stored))[start : start + PART] for start in range(0, len(stored), PART)]
+    rows = [range(*part) for part in pairwise([*starts, len(stored)])]
     wanted = {parts / f"{part.start}-{part.stop}.npz": part for part in rows}
     missing = {path: part for path, part in wanted.items() if not path.exists()}
+    there = sum(path.stat().st_size for path in wanted.keys() - missing.keys())
+    check_room(location, len(stored), stored.contents(rows[0][:SAMPLE]), there, announce)
+    with writing(parts):
+        parts.mkdir(exist_ok=True)
     left = sum(map(len, missing.values()))
     with tqdm(total=left, unit=" passages", disable=None if progress is None else not progress) as bar:
         write_parts(root / "passages.arrow", missing, numba.get_num_threads(), bar.update)
@@ -90,7 +96,7 @@ def build_index(
 
 def remove_parts(folder: Path) -> None:
     """Removes what a build writes and nobody needs after it."""
-    for path in (*folder.glob("[0-9]*.npz"), *folder.glob("*.tmp"), *folder.glob("*.tmp.npy")):
+    for path in (*folder.glob("[0-9]*.npz"), *folder.glob("*.tmp")):
         path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -154,17 +160,22 @@ class BM25Index:
             excluded: titles that are left out inside the search, so that k hits remain where there are k.
 
         Raises:
-            UsageError: `k` is below 1.
+            UsageError: `k` is below 1, or so many hits do not fit into memory.
         """
         at_least(1, k=k)
         wanted = self._terms(queries)
         allowed = ~self.passages.titled(excluded) if excluded else np.zeros(0, bool)
-        rows = np.full((len(queries), k), -1, np.int64)
-        scores = np.zeros((len(queries), k), np.float32)
+        width = min(k, len(self.passages))
+        rows = np.full((len(queries), width), -1, np.int64)
+        scores = np.zeros((len(queries), width), np.float32)
         whole, changed = postings_to_touch(self.postings.indptr, *wanted)
         sliding = changed < whole and can_slide(wanted, *self.about.get("score_range", (0.0, 0.0)))
         search_postings(self.postings, len(self.passages), wanted, allowed, rows, scores, sliding=sliding)
-        return Hits(rows, scores)
+        rest = (0, 0), (0, k - width)
+        try:
+            return Hits(np.pad(rows, rest, constant_values=-1), np.pad(scores, rest))
+        except (MemoryError, ValueError):  # more than there is, and more than NumPy counts
+            raise UsageError(f"k is {k:,}: so many hits do not fit into memory") from None
 
     def _terms(self, queries: Sequence[str]) -> Queries:
         """The known terms of each query."""

@@ -1,33 +1,34 @@
 """From passages to BM25's postings, in parts that a killed build keeps, with no more than a part a process in memory.
 
-A part holds the postings of `PART` passages by term; several are made at once, each by a process of its own. Parts are
-then put together by two passes over them: one counts, one writes every posting to its place. The result is the same to
-the byte however the passages fall into parts.
+A part holds the postings of `PART` passages by term, of fewer where their text is long; several are made at once, each
+by a process of its own. Parts are then put together by two passes over them: one counts, one writes every posting to
+its place. The result is the same to the byte however the passages fall into parts.
 """
 
 import os
 import signal
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.storage import check_disk, megabytes
 from ralm_jax.text import writing
 from retrieval import analyzer
-from retrieval.corpus import Passages
+from retrieval.corpus import Passage, Passages
 
-PART = 1 << 16  # passages; what a process of a killed build can lose
+PART, PART_BYTES = 1 << 16, 1 << 26  # passages, and their text; what a process of a killed build can lose
 WORKERS = 8  # processes at most: each has a part in memory, and the words that it has seen
 SAMPLE = 1000  # passages that the size is guessed from
 POSTING_BYTES = 8  # a row and a score
+GUARD = '`if __name__ == "__main__":` around what it does'
 WORTH_SAYING = 100e6  # bytes of disk that an index takes while it is built
 
 
@@ -73,6 +74,18 @@ def part_of(texts: Sequence[str]) -> Part:
     )
 
 
+def in_parts(passages: Iterable[Passage], starts: list[int]) -> Iterator[Passage]:
+    """Passes `passages` through, and adds to `starts` the row that each part begins with."""
+    room = 0
+    for row, passage in enumerate(passages):
+        size = len(passage.contents.encode())
+        if not starts or row - starts[-1] == PART or size > room:
+            starts.append(row)
+            room = PART_BYTES
+        room -= size
+        yield passage
+
+
 def write_parts(source: Path, parts: Mapping[Path, range], cores: int, done: Callable[[int], object]) -> None:
     """Writes `parts`, by path and rows, of the passages at `source`; a single one without a process for it.
 
@@ -93,10 +106,20 @@ def write_parts(source: Path, parts: Mapping[Path, range], cores: int, done: Cal
             done(written.result())
     except BrokenProcessPool:
         raise RalmError(
-            f"{source}: a process that analysed passages was killed; free some memory, and go on with --resume"
+            f"{source}: a process that analysed passages was killed (free some memory, and go on with --resume), or "
+            f"could not start (a script that builds an index needs {GUARD})"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def refuse_in_worker() -> None:
+    """
+    Raises:
+        UsageError: this process is a worker that is still importing the script which started it.
+    """
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise UsageError(f"a script that builds an index is imported by the processes that help it, and needs {GUARD}")
 
 
 def begin_worker() -> None:
@@ -174,9 +197,11 @@ def merge_parts(parts: Sequence[Path], folder: Path, k1: float, b: float, quanti
 
     indptr = np.concatenate([[0], np.cumsum(matches)]).astype(np.int64)
     smallest, largest, first, place = np.inf, 0.0, 0, indptr[:-1].copy()
+    stored = {"data": np.zeros(0, np.float32), "indices": np.zeros(0, np.int32), "indptr": indptr}
     with writing(folder):
-        indices = new_array(parts[0].with_name("indices.tmp.npy"), "int32", int(indptr[-1]))
-        data = new_array(parts[0].with_name("data.tmp.npy"), "float32", int(indptr[-1]))
+        bm25s_index(stored | {"num_docs": len(all_lengths)}, vocabulary, k1, b).save(folder, show_progress=False)
+        indices = new_array(folder / "indices.csc.index.npy", "int32", int(indptr[-1]))
+        data = new_array(folder / "data.csc.index.npy", "float32", int(indptr[-1]))
         for path, own in zip(parts, numbers, strict=True):
             part = read_part(path)
             terms = np.repeat(own, np.diff(part.indptr))
@@ -188,14 +213,22 @@ def merge_parts(parts: Sequence[Path], folder: Path, k1: float, b: float, quanti
             first += len(part.lengths)
             if len(scores):
                 smallest, largest = min(smallest, float(scores.min())), max(largest, float(scores.max()))
-        scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(all_lengths)}
-        bm25s_index(scores, vocabulary, k1, b).save(folder, show_progress=False)
     return {"terms": len(vocabulary), "score_range": [smallest, largest] if largest else [0.0, 0.0]}
 
 
 def new_array(path: Path, dtype: str, count: int) -> np.ndarray:
-    """An array on disk; in memory where there is nothing in it, which cannot be mapped."""
-    return np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,)) if count else np.zeros(0, dtype)
+    """An array mapped to a file that has all its disk: where a full one leaves no room for a page, a write to it kills.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if not count:
+        return np.zeros(0, dtype)  # nothing cannot be mapped
+    array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,))
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def bm25s_index(scores: dict[str, Any], vocabulary: dict[str, int], k1: float, b: float) -> Any:
@@ -216,17 +249,20 @@ def quantised_length(length: int) -> int:
     return length - rest + (rest >> shift << shift)
 
 
-def check_room(location: str, count: int, sample: Sequence[str], announce: Callable[[str], None]) -> None:
+def check_room(location: str, count: int, sample: Sequence[str], there: int, announce: Callable[[str], None]) -> None:
     """Says what the index takes before it is made, if that is much.
+
+    Args:
+        there: bytes of the parts that an earlier build left.
 
     Raises:
         RalmError: the disk does not have it.
     """
     postings = POSTING_BYTES * len(part_of(sample).rows) * count / max(1, len(sample))
-    building = 3 * postings  # the parts, the arrays, and the copy of these that bm25s saves
+    building = 2 * postings  # the parts, and the arrays made of them
     if building >= WORTH_SAYING:
         announce(
             f"{location}: {count:,} passages, about {megabytes(postings)} of postings, and {megabytes(building)} of "
             "disk while it is built"
         )
-    check_disk(location, building)
+    check_disk(location, building - there)

@@ -146,7 +146,7 @@ def look_up(
     retriever: Retriever, queries: Sequence[str], k: int, excluded: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
     """A search with the passages themselves: rows {"query", "hits": [{"id", "score", "title", "text"}]}."""
-    hits = retriever.search(queries, k, excluded)
+    hits = retriever.search(queries, min(k, len(retriever.passages)), excluded)
     rows = []
     for query, found, scores in zip(queries, hits.rows, hits.scores, strict=True):
         passages = zip(retriever.passages.rows(found[found >= 0]), scores.tolist(), strict=False)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieval.analyzer import PIECE, analyze, terms
+from retrieval.analyzer import PIECE, analyze, chunk_terms, terms
 
 CASES = {
     "The quick brown foxes' tails": ["quick", "brown", "fox", "tail"],
@@ -33,6 +33,18 @@ def test_cases(text):
 
 def test_very_long_words_are_cut():
     assert [len(term) for term in analyze("x" * 600)] == [255, 255, 90]
+
+
+def test_long_text_without_spaces_is_not_kept():
+    def kept(text):
+        before = chunk_terms.cache_info().currsize, terms.cache_info().currsize
+        analyze(text)
+        return chunk_terms.cache_info().currsize - before[0], terms.cache_info().currsize - before[1]
+
+    assert kept("麤ゑ") == (1, 2)
+    assert kept("麤ゑ" * 33) == (0, 0)  # cut by character
+    assert kept("ย" * 64) == (1, 1)
+    assert kept("ย" * 65) == (0, 0)  # not cut
 
 
 def test_more_terms_than_1024():

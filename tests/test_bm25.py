@@ -1,5 +1,6 @@
 """The embedded BM25: Lucene's numbers, its edges, and what the search promises."""
 
+import errno
 import gzip
 import json
 import math
@@ -18,7 +19,7 @@ import pytest
 from ralm_jax.errors import RalmError, UsageError
 from retrieval.analyzer import analyze
 from retrieval.bm25 import BM25Index, build_index
-from retrieval.bm25_build import part_of, quantised_length
+from retrieval.bm25_build import make_part, new_array, quantised_length, write_parts
 from retrieval.bm25_search import Queries, can_slide, search_postings
 from retrieval.corpus import Passage, read_corpus
 from retrieval.retriever import look_up
@@ -100,6 +101,13 @@ class TestEdges:
         found = index(tmp_path, "red fish", "blue fish").search(["fish"], 16)
         assert found.rows.tolist() == [[0, 1] + [-1] * 14]
         assert (found.scores[0][2:] == 0).all()
+
+    @pytest.mark.parametrize("k", [10**14, 10**18])
+    def test_k_beyond_memory(self, tmp_path, k):
+        built = index(tmp_path, "red fish", "blue fish")
+        assert len(look_up(built, ["fish"], k)[0]["hits"]) == 2
+        with pytest.raises(UsageError, match=r"k is 10*,[0,]*: so many hits do not fit into memory"):
+            built.search(["fish"], k)
 
     def test_queries_that_analyse_to_nothing(self, tmp_path):
         found = index(tmp_path, "red fish").search(["", "the of and", "?!", "unseen"], 4)
@@ -246,12 +254,27 @@ class TestFolder:
     def test_parts_make_the_same_bytes(self, tmp_path, monkeypatch):
         texts = [" ".join(np.random.default_rng(i).choice(tiny.WORDS, i % 9)) for i in range(50)]
         whole = index(tmp_path, *texts, name="whole")
-        monkeypatch.setattr("retrieval.bm25.PART", 7)
+        monkeypatch.setattr("retrieval.bm25_build.PART", 7)
         for workers in (1, 2):
             monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda workers=workers: workers)
             parts = index(tmp_path, *texts, name=f"by {workers}")
             assert files(tmp_path / "whole") == files(Path(parts.location))
         assert whole.about["terms"] > 50
+
+    def test_parts_of_long_passages_have_fewer(self, tmp_path, monkeypatch):
+        texts = ["ba be", "ba", ("日本", "ba"), "ba " * 30, "be", "", "bi bo", "bu"]  # 5, 2, 9, 90, 2, 0, 5, 2 bytes
+        whole = index(tmp_path, *texts, name="whole")
+        monkeypatch.setattr("retrieval.bm25_build.PART", 3)
+        monkeypatch.setattr("retrieval.bm25_build.PART_BYTES", 10)
+        made = []
+        monkeypatch.setattr("retrieval.bm25.write_parts", lambda _, parts, *rest: made.extend(parts.values()) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            index(tmp_path, *texts)
+        assert [(part.start, part.stop) for part in made] == [(0, 2), (2, 3), (3, 4), (4, 7), (7, 8)]
+        monkeypatch.setattr("retrieval.bm25.write_parts", write_parts)
+        monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 1)
+        assert files(tmp_path / "whole") == files(Path(index(tmp_path, *texts, if_exists="resume").location))
+        assert whole.about["terms"] == 6
 
     def test_processes_that_make_parts_do_without_jax(self):
         loaded = "import sys, retrieval.bm25_build; print(sorted({'jax', 'numba', 'bm25s'} & set(sys.modules)))"
@@ -265,20 +288,40 @@ class TestFolder:
         assert hits(index(tmp_path, "red fish", "blue bird"), "bird") == [1]
 
     def test_a_process_that_was_killed(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25_build.PART", 10)
         monkeypatch.setattr("retrieval.bm25.numba.get_num_threads", lambda: 2)
         monkeypatch.setattr("retrieval.bm25_build.make_part", killed)
-        with pytest.raises(RalmError, match="was killed; free some memory, and go on with --resume"):
+        with pytest.raises(RalmError, match=r"was killed \(free some memory, and go on with --resume\)"):
             index(tmp_path, *["red fish"] * 30)
         monkeypatch.undo()
         assert hits(index(tmp_path, *["red fish"] * 30, if_exists="resume"), "red", 3) == [0, 1, 2]
+
+    def test_a_script_that_its_workers_would_run_again(self, tmp_path):
+        (tmp_path / "build.py").write_text(
+            "from retrieval import bm25, bm25_build; from retrieval.corpus import Passage\n"
+            "bm25_build.PART, bm25.numba.get_num_threads = 1, lambda: 2\n"
+            f"bm25.build_index([Passage('', '', 'a b')] * 2, {str(tmp_path / 'i')!r}, if_exists='overwrite')"
+        )
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "build.py"],
+            env={**os.environ, "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+        )
+        guard = 'needs `if __name__ == "__main__":` around what it does'
+        assert (
+            f"UsageError: a script that builds an index is imported by the processes that help it, and {guard}\n"
+            in (ran.stderr)
+        )
+        assert ran.stderr.endswith(f"or could not start (a script that builds an index {guard})\n")
+        assert "corpus" in json.loads((tmp_path / "i/manifest.json").read_text())["about"]  # the parent's, whole
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_no_process_outlives_a_build(self, tmp_path, number):
         """Ctrl-C and a kill; what one types at a terminal goes to the workers as well."""
         code = (
             "from retrieval import bm25, bm25_build; from tests.test_bm25 import Passage, slow\n"
-            "bm25_build.make_part, bm25.PART = slow, 1\n"
+            "bm25_build.make_part, bm25_build.PART = slow, 1\n"
             "bm25.numba.get_num_threads = lambda: 2\n"
             f"bm25.build_index([Passage('', '', 'a b')] * 9, {str(tmp_path / 'i')!r}, progress=False)"
         )
@@ -302,18 +345,17 @@ class TestFolder:
         """Finished parts are not analysed again, and the index is the same to the byte."""
         texts = [f"ba{i} fish" for i in range(50)]
         index(tmp_path, *texts, name="whole")
-        monkeypatch.setattr("retrieval.bm25.PART", 10)
+        monkeypatch.setattr("retrieval.bm25_build.PART", 10)
         monkeypatch.setattr("retrieval.bm25_build.WORKERS", 1)
         seen = []
 
-        def interrupted(part_texts):
-            if len(part_texts) == 10:  # not the sample for the size
-                seen.append(part_texts[0])
-                if len(seen) == 4:
-                    raise KeyboardInterrupt
-            return part_of(part_texts)
+        def interrupted(source, path, rows):
+            seen.append(rows.start)
+            if len(seen) == 4:
+                raise KeyboardInterrupt
+            return make_part(source, path, rows)
 
-        monkeypatch.setattr("retrieval.bm25_build.part_of", interrupted)
+        monkeypatch.setattr("retrieval.bm25_build.make_part", interrupted)
         with pytest.raises(KeyboardInterrupt):
             index(tmp_path, *texts)
         with pytest.raises(RalmError, match="not finished; repeat the command with --resume"):
@@ -321,7 +363,7 @@ class TestFolder:
         with pytest.raises(RalmError, match="made from another corpus"):
             index(tmp_path, *texts[1:], if_exists="resume")
         index(tmp_path, *texts, if_exists="resume")
-        assert seen == ["ba0 fish", "ba10 fish", "ba20 fish", "ba30 fish", "ba30 fish", "ba40 fish"]
+        assert seen == [0, 10, 20, 30, 30, 40]
         assert files(tmp_path / "index") == files(tmp_path / "whole")
         index(tmp_path, *texts, if_exists="resume")
         assert len(seen) == 6
@@ -365,6 +407,30 @@ class TestFolder:
         monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20}))
         with pytest.raises(RalmError, match="are needed and the disk has"):
             index(tmp_path, "red fish", "red", if_exists="overwrite")
+
+    def test_what_parts_already_take_is_not_asked_for_again(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("retrieval.bm25.merge_parts", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            index(tmp_path, *["red fish"] * 1000)
+        monkeypatch.undo()
+        monkeypatch.setattr("ralm_jax.storage.shutil.disk_usage", lambda path: type("Usage", (), {"free": 20_000}))
+        with pytest.raises(RalmError, match=r"0\.0 MB are needed and the disk has 0\.0 MB"):  # 32,000 bytes
+            index(tmp_path, *["red fish"] * 1000, name="other")
+        assert hits(index(tmp_path, *["red fish"] * 1000, if_exists="resume"), "fish", 2) == [0, 1]
+
+    def test_a_disk_that_fills_up_is_an_error(self, tmp_path, monkeypatch):
+        """Not a signal: what is mapped has its disk before it is written."""
+        new_array(tmp_path / "x.npy", "int32", 1 << 18)
+        assert (tmp_path / "x.npy").stat().st_blocks * 512 >= 4 << 18
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("os.posix_fallocate", full)
+        with pytest.raises(RalmError, match=r"index/bm25: cannot be written \(No space left on device\)"):
+            index(tmp_path, "red fish", "red")
+        monkeypatch.undo()
+        assert hits(index(tmp_path, "red fish", "red", if_exists="resume"), "fish") == [0]
 
     @pytest.mark.parametrize("victim", ["bm25/data.csc.index.npy", "bm25/vocab.index.json", "passages.arrow"])
     def test_damage(self, tmp_path, victim):
