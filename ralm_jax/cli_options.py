@@ -328,7 +328,7 @@ def check_new_file(path: str, overwrite: bool) -> None:
         UsageError: `path` cannot be written, or is there already and `overwrite` is not set.
     """
     check_output_file(path)
-    if Path(path).expanduser().is_file() and not Path(path).is_symlink() and not overwrite:
+    if Path(path).expanduser().is_file() and not overwrite:
         raise UsageError(f"{path}: is there already; add --overwrite to replace it")
 
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -205,16 +206,17 @@ def json_line(value: Any) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[Path]:
-    """The file to write instead of `path`, which it replaces in the end.
+    """The file to write instead of `path`, which it replaces in the end; of a link, what the link leads to.
 
     Raises:
         RalmError: it cannot be written.
     """
     file = Path(path).expanduser()
     with writing(path):
-        if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe
+        if file.exists() and not file.is_file():  # /dev/stdout, a pipe
             yield file
             return
+        file = Path(os.path.realpath(file))
         part = file.with_name(f"{file.name}.part")
         try:
             yield part

@@ -378,6 +378,22 @@ def test_what_is_no_plain_file_is_written_to(index):
     assert json.loads(done.stdout.splitlines()[0])["query"] == "ba be"
 
 
+def test_a_link_to_a_file_is_that_file(place, capsys):
+    Path("kept").mkdir()
+    Path("kept/passages.tsv").write_text("before")
+    Path("link.tsv").symlink_to("kept/passages.tsv")
+    convert = ["convert-corpus", "corpus.jsonl", "--out", "link.tsv", "--to", "dpr"]
+    code, line = refused(capsys, *convert)
+    assert (code, "link.tsv: is there already; add --overwrite" in line) == (2, True)
+    Path("bad.jsonl").write_text('{"_id": "1", "text": "a"}\n{"_id": "2"}\n')
+    assert refused(capsys, convert[0], "bad.jsonl", *convert[2:], "--overwrite")[0] == 1
+    assert Path("kept/passages.tsv").read_text() == "before"
+    ralm(*convert, "--overwrite")
+    assert Path("link.tsv").is_symlink()
+    assert Path("kept/passages.tsv").read_text().startswith("id\ttext\ttitle\n")
+    assert [file.name for file in Path("kept").iterdir()] == ["passages.tsv"]
+
+
 def test_a_place_without_permission_or_room_is_one_line(place, capsys):
     code, line = refused(capsys, "index", "--corpus", "corpus.jsonl", "--out", "/proc/ralm")
     assert (code, "/proc/ralm" in line) == (1, True)
