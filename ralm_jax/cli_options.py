@@ -155,7 +155,7 @@ class CorpusOptions:
             raise UsageError("name the corpus with --corpus, or a --dataset that has its own")
         if self.corpus_format != "auto" or self.split_rows:
             raise UsageError("--corpus-format and --split-rows are for --corpus")
-        check_own_corpus(dataset)
+        check_own_corpus(dataset, data_path)
         count = RowCount(self.skip_bad_rows)
         passages = dataset_corpus(dataset, data_path, passage_words=self.passage_words, count=count)
         source = describe_dataset(

@@ -53,6 +53,15 @@ def read_text(path: str) -> Text:
     return Text(content, path)
 
 
+def read_content(path: Path) -> str:
+    """What a UTF-8 file holds, compressed or not.
+
+    Raises:
+        UsageError, RalmError: as `read_lines`.
+    """
+    return "\n".join(line for _, line in read_lines(path, keep_last=True))
+
+
 def parse_json(content: str | bytes, where: str) -> Any:
     """The value of a JSON text.
 
@@ -149,6 +158,11 @@ def read_lines(
         raise UsageError(f"{path}: is a folder, not a file") from None
     except (EOFError, zlib.error, OSError) as error:
         raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
+
+
+def data_suffix(path: Path) -> str:
+    """The suffix of a file, or of what is compressed in it."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def open_compressed(path: Path) -> BinaryIO:

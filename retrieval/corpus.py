@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
 from ralm_jax.text import (
-    COMPRESSED,
+    data_suffix,
     encodable,
     json_line,
     read_lines,
@@ -206,7 +206,7 @@ def detect_format(file: Path) -> FileFormat:
     Raises:
         RalmError: a suffix that is not one of running text either.
     """
-    suffix = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
+    suffix = data_suffix(file)
     if suffix == ".jsonl":
         rows = json_rows(file, lambda error: None)  # whoever reads the rows finds out about bad ones
         row = next((row for _, row in rows), {})
