@@ -308,6 +308,12 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("args", "code", "message"),
         [
+            ("index --out i --corpus corpus.jsonl --data-path pile", 2, "--data-path is for --dataset"),
+            (
+                "lm --out o --model m --dataset arxiv --data-path pile/test.jsonl",
+                2,
+                "nothing says that it is the training split",
+            ),
             ("index --out i --dataset wikitext-103", 2, "wikitext-103 has no corpus of its own"),
             ("index --out i --dataset arxiv --data-path pile --split-rows", 2, "--split-rows are for --corpus"),
             (

@@ -220,7 +220,27 @@ class TestCommands:
                 1,
                 "qa.csv:1: expected qid",
             ),
+            (
+                ["convert-retrieval", "qa.csv", "--out", "x", "--to", "dpr", "--passage-words", "50"],
+                2,
+                "--corpus-format, --passage-words, --split-rows and --skip-bad-rows are for --corpus",
+            ),
+            (
+                ["eval-retrieval", "--index", "index", "--data", "qa.csv", "--split", "train"],
+                2,
+                "--split and --data-path are for --dataset",
+            ),
             (["convert-corpus", "none", "--out", "x", "--to", "dpr"], 2, "none: no such file"),
+            (
+                ["convert-corpus", ".", "--out", "x", "--to", "dpr"],
+                2,
+                "x: lies in the corpus .; write it elsewhere",
+            ),
+            (
+                ["convert-corpus", "corpus.jsonl", "--out", "corpus.jsonl", "--to", "beir", "--overwrite"],
+                2,
+                "corpus.jsonl: lies in the corpus corpus.jsonl",
+            ),
             (["convert-corpus", "corpus.jsonl", "--out", "index", "--to", "dpr"], 2, "index: is a folder"),
         ],
     )
