@@ -1,6 +1,7 @@
 """Commands about corpora and retrieval results in files. As in `cli`, nothing heavy is imported before one runs."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -158,7 +159,8 @@ class ConvertCorpus:
         from retrieval.corpus import write_corpus
 
         check_new_file(self.out, self.overwrite)
-        if Path(self.out).expanduser().resolve().is_relative_to(Path(self.corpus).expanduser().resolve()):
+        out, corpus = (Path(os.path.realpath(Path(path).expanduser())) for path in (self.out, self.corpus))
+        if out.is_relative_to(corpus):
             raise UsageError(f"{self.out}: lies in the corpus {self.corpus}; write it elsewhere")
         passages, count = self.passages.read(self.corpus)
         written = write_corpus(passages, self.out, self.to)

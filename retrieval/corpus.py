@@ -100,8 +100,8 @@ def read_corpus(
     files, left_out = corpus_files(path, format)
     if left_out:
         log.warning(
-            "%s: %d files of running text beside those with rows are left out, %s the first; index them by themselves",
-            path, len(left_out), left_out[0].name,
+            "%s: running text beside files with rows is left out, %d in all (%s); index it by itself",
+            path, len(left_out), ", ".join(file.name for file in left_out[:3]),
         )  # fmt: skip
     count = count or RowCount()
     return some_passages(path, corpus_passages(files, format, passage_words, split_rows, count), count)

@@ -107,7 +107,7 @@ class TestFormats:
         for name in ("README.md", "LICENSE", "notes.txt.gz"):
             write(tmp_path / name, "no passage")
         passages = read_corpus(str(tmp_path))
-        assert "3 files of running text beside those with rows are left out, LICENSE the first" in caplog.text
+        assert "is left out, 3 in all (LICENSE, README.md, notes.txt.gz); index it by itself" in caplog.text
         assert [p.text for p in passages] == ["first", "second"]
         assert len(list(read_corpus(str(tmp_path), "text"))) == 5
 

@@ -121,6 +121,7 @@ class TestCommands:
         )  # fmt: skip
         write(tmp_path / "qa.csv", "who found rays\t['Röntgen']\nRöntgen was of\t['Lennep', 'Remscheid']\n")
         write(tmp_path / "qrels.tsv", "query-id\tcorpus-id\tscore\n0\td1\t1\n1\td1\t1\n1\td3\t1\n")
+        (tmp_path / "loop").symlink_to("loop")
         ralm("index", "--corpus", "corpus.jsonl", "--out", "index")
 
     def test_index_reports_rows(self, capsys):
@@ -236,6 +237,7 @@ class TestCommands:
                 2,
                 "x: lies in the corpus .; write it elsewhere",
             ),
+            (["convert-corpus", "loop", "--out", "loop", "--to", "dpr"], 2, "loop: lies in the corpus loop"),
             (
                 ["convert-corpus", "corpus.jsonl", "--out", "corpus.jsonl", "--to", "beir", "--overwrite"],
                 2,
