@@ -57,7 +57,7 @@ class Grid:
 def stride_grid(
     windows: Sequence[int], strides: Sequence[int], limit_strides: int | None, preset: Preset
 ) -> tuple[StrideSettings, ...]:
-    """The product of windows and strides, over the same tokens.
+    """The product of windows and strides, over the same tokens and, where strides are limited, up to a stride more.
 
     Args:
         limit_strides: of the largest stride in the largest window; None for the whole text.

@@ -3,7 +3,6 @@
 Nothing heavy is imported before a command runs, and only here does `ralm_jax` look up to the packages above it.
 """
 
-import json
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from ralm_jax.cli_options import (
     RerunOptions,
     TextOptions,
     check_output_file,
+    refuse_set,
 )
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
@@ -60,6 +60,8 @@ class Index:
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
+        if self.dataset is None:
+            refuse_set(self, "--dataset", "data_path")
         passages, count, source = self.passages.open(self.corpus, self.dataset, self.data_path)
         corpus = self.corpus or self.dataset
         if self.engine == "dense":
@@ -234,18 +236,18 @@ class Search:
     """Write jsonl rows {"query", "hits": [{"id", "score", "title", "text"}]} to this file instead of printing."""
 
     def run(self) -> None:
-        from ralm_jax.text import write_text
+        from ralm_jax.text import encodable, json_line, write_lines
         from retrieval.corpus import read_queries
         from retrieval.retriever import look_up, open_index
 
         check_output_file(self.json)
-        queries = read_queries(self.queries) if self.queries else [self.query or ""]
+        queries = read_queries(self.queries) if self.queries else [encodable(self.query or "", "--query")]
         excluded = self.exclude.titles()
         index = open_index(self.index, dense_search=self.dense_search)
         rows = look_up(index, queries, self.k, excluded)
         if self.json:
-            write_text(self.json, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            print(f"{self.json}: {len(rows):,} queries")
+            written = write_lines(self.json, map(json_line, rows))
+            print(f"{self.json}: {written:,} queries")
             return
         for row in rows:
             print(f"{row['query']}: {len(row['hits'])} passages")
@@ -347,7 +349,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except RalmError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        resumable = hasattr(command, "rerun") and getattr(command, "engine", "dense") == "dense"
+        resumable = hasattr(command, "rerun") and getattr(command, "engine", "") != "lucene"
         again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
         fail("interrupted" + (f"; what is finished is kept, and {again} goes on from there" if again else ""), 130)
     except BrokenPipeError:  # the reader of our output has seen enough

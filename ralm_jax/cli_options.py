@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -46,8 +46,7 @@ class TextOptions:
         from ralm_jax.text import read_text
 
         if self.dataset is None:
-            if (self.split, self.data_path, self.limit_rows) != (type(self).split, None, None):
-                raise UsageError("--split, --data-path and --limit-rows are for --dataset")
+            refuse_set(self, "--dataset", "split", "data_path", "limit_rows")
             return read_text(self.text or "")
         from retrieval.datasets import dataset_text
 
@@ -153,9 +152,8 @@ class CorpusOptions:
             return *self.read(corpus), source
         if dataset is None:
             raise UsageError("name the corpus with --corpus, or a --dataset that has its own")
-        if self.corpus_format != "auto" or self.split_rows:
-            raise UsageError("--corpus-format and --split-rows are for --corpus")
-        check_own_corpus(dataset)
+        refuse_set(self, "--corpus", "corpus_format", "split_rows")
+        check_own_corpus(dataset, data_path)
         count = RowCount(self.skip_bad_rows)
         passages = dataset_corpus(dataset, data_path, passage_words=self.passage_words, count=count)
         source = describe_dataset(
@@ -321,6 +319,22 @@ def each(named: Sequence[str], tables: Sequence[str], option: str) -> list[str |
     return list(named) if len(named) == len(tables) else [*named, None][:1] * len(tables)
 
 
+def refuse_set(options: Any, purpose: str, *names: str) -> None:
+    """Refuses options that would be ignored.
+
+    Args:
+        names: fields of the dataclass `options`; all if none are named.
+
+    Raises:
+        UsageError: one of them is not what it is by default.
+    """
+    names = names or tuple(field.name for field in fields(options))
+    if any(getattr(options, name) != getattr(type(options), name) for name in names):
+        *others, last = ("--" + name.replace("_", "-") for name in names)
+        listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        raise UsageError(f"{listed} for {purpose}")
+
+
 def check_new_file(path: str, overwrite: bool) -> None:
     """As `check_output_file`, and keeps what is there.
 
@@ -328,7 +342,7 @@ def check_new_file(path: str, overwrite: bool) -> None:
         UsageError: `path` cannot be written, or is there already and `overwrite` is not set.
     """
     check_output_file(path)
-    if Path(path).expanduser().is_file() and not Path(path).is_symlink() and not overwrite:
+    if Path(path).expanduser().is_file() and not overwrite:
         raise UsageError(f"{path}: is there already; add --overwrite to replace it")
 
 

@@ -1,12 +1,14 @@
 """Commands about corpora and retrieval results in files. As in `cli`, nothing heavy is imported before one runs."""
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg, create_mutex_group
 
-from ralm_jax.cli_options import CorpusOptions, check_new_file, check_output_file
+from ralm_jax.cli_options import CorpusOptions, check_new_file, check_output_file, refuse_set
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import QuestionDataset, Split
 
@@ -53,6 +55,8 @@ class EvalRetrieval:
         from retrieval.retriever import open_index
 
         check_output_file(self.json)
+        if self.dataset is None:
+            refuse_set(self, "--dataset", "split", "data_path")
         ks, gold = self.ks(), read_qrels(self.qrels) if self.qrels else None
         asked = read_questions(self.data) if self.data else []
         if self.dataset:
@@ -120,6 +124,8 @@ class ConvertRetrieval:
         from retrieval.results import join_passages, join_questions, read_questions, write_questions
 
         check_new_file(self.out, self.overwrite)
+        if self.corpus is None:
+            refuse_set(self.passages, "--corpus")
         questions = read_questions(self.file, self.from_)
         if self.questions:
             questions = join_questions(questions, read_questions(self.questions))
@@ -153,6 +159,9 @@ class ConvertCorpus:
         from retrieval.corpus import write_corpus
 
         check_new_file(self.out, self.overwrite)
+        out, corpus = (Path(os.path.realpath(Path(path).expanduser())) for path in (self.out, self.corpus))
+        if out.is_relative_to(corpus):
+            raise UsageError(f"{self.out}: lies in the corpus {self.corpus}; write it elsewhere")
         passages, count = self.passages.read(self.corpus)
         written = write_corpus(passages, self.out, self.to)
         print(f"{self.corpus}: {count}")

@@ -53,8 +53,8 @@ class Sweep:
     x: Literal["query-length", "stride", "k", "window", "reader"] | None = None
     """What the plot's lines are drawn over. Default: the first of these with several values; bars if there is none."""
     limit_strides: int | None = None
-    """Only the first so many strides, of the largest stride in the largest window; the others predict the same tokens.
-    Default: all."""
+    """Only the first so many strides, of the largest stride in the largest window; the others predict the same tokens,
+    and up to a stride more. Default: all."""
     preset: Preset = "default"
     """ai21: special tokens and title exclusion as in the paper's released code."""
     query_tokens: QueryTokens = "reader"

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -50,6 +51,15 @@ def read_text(path: str) -> Text:
     if not content:
         raise RalmError(f"{path}: the text is empty")
     return Text(content, path)
+
+
+def read_content(path: Path) -> str:
+    """What a UTF-8 file holds, compressed or not.
+
+    Raises:
+        UsageError, RalmError: as `read_lines`.
+    """
+    return "\n".join(line for _, line in read_lines(path, keep_last=True))
 
 
 def parse_json(content: str | bytes, where: str) -> Any:
@@ -150,6 +160,11 @@ def read_lines(
         raise RalmError(f"{path}:{number + 1}: cannot be read ({error})") from None
 
 
+def data_suffix(path: Path) -> str:
+    """The suffix of a file, or of what is compressed in it."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+
+
 def open_compressed(path: Path) -> BinaryIO:
     """The bytes inside a file whose name ends in one of `COMPRESSED`, or of the file itself; several gzip members or
     zstd frames in a row are one content."""
@@ -205,16 +220,17 @@ def json_line(value: Any) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[Path]:
-    """The file to write instead of `path`, which it replaces in the end.
+    """The file to write instead of `path`, which it replaces in the end; of a link, what the link leads to.
 
     Raises:
         RalmError: it cannot be written.
     """
     file = Path(path).expanduser()
     with writing(path):
-        if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe
+        if file.exists() and not file.is_file():  # /dev/stdout, a pipe
             yield file
             return
+        file = Path(os.path.realpath(file))
         part = file.with_name(f"{file.name}.part")
         try:
             yield part

@@ -3,6 +3,7 @@
 Lines are split on "\\n" only, and every refusal names file and line.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import at_least
 from ralm_jax.text import (
-    COMPRESSED,
+    data_suffix,
     encodable,
     json_line,
     read_lines,
@@ -45,8 +46,12 @@ FileFormat = Literal["pyserini", "beir", "longbench", "scrolls", "dpr", "parquet
 Format = Literal["auto", FileFormat]
 WrittenFormat = Literal["pyserini", "beir", "dpr", "parquet"]
 
+log = logging.getLogger("ralm")
+
 HEADING = re.compile(r"\s*(?:#{1,6}\s+(.+?)\s*#*|=+ (.+?) =+)\s*")  # Markdown's and WikiText's
 TEXT_SUFFIXES = re.compile(r"(\.(txt|text|md))?(\.(gz|zst))?$")
+ROW_SUFFIXES: dict[str, FileFormat | None] = {".jsonl": None, ".tsv": "dpr", ".parquet": "parquet", ".arrow": "arrow"}
+UNKNOWN_SUFFIXES = (".json", ".csv")
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
 
@@ -75,7 +80,8 @@ def read_corpus(
     split_rows: bool = False,
     count: RowCount | None = None,
 ) -> Iterator[Passage]:
-    """The passages of a file, or of all files of a folder in the order of their names.
+    """The passages of a file, or of all files of a folder in the order of their names. Which these are is settled at
+    once; they are read while the passages are.
 
     Args:
         format: of the files: "pyserini" jsonl {id, contents}; "beir" jsonl {_id or id, title, text}; "longbench"
@@ -91,8 +97,21 @@ def read_corpus(
         RalmError: no passages, or a row that is not of the format; file and line are named.
     """
     at_least(1, passage_words=passage_words)
+    files, left_out = corpus_files(path, format)
+    if left_out:
+        log.warning(
+            "%s: running text beside files with rows is left out, %d in all (%s); index it by itself",
+            path, len(left_out), ", ".join(file.name for file in left_out[:3]),
+        )  # fmt: skip
     count = count or RowCount()
-    passages = corpus_passages(path, format, passage_words, split_rows, count)
+    return some_passages(path, corpus_passages(files, format, passage_words, split_rows, count), count)
+
+
+def some_passages(path: str, passages: Iterator[Passage], count: RowCount) -> Iterator[Passage]:
+    """
+    Raises:
+        RalmError: there are none.
+    """
     first = next(passages, None)
     if first is None:
         raise RalmError(f"{path}: no passages in it" + (f": {count}" if count.bad else ""))
@@ -101,9 +120,9 @@ def read_corpus(
 
 
 def corpus_passages(
-    path: str, format: Format, passage_words: int, split_rows: bool, count: RowCount
+    files: Iterable[tuple[Path, str]], format: Format, passage_words: int, split_rows: bool, count: RowCount
 ) -> Iterator[Passage]:
-    for file, name in corpus_files(path):
+    for file, name in files:
         kind = detect_format(file) if format == "auto" else format
         if kind == "text":
             yield from text_passages(file, name, passage_words, count)
@@ -148,9 +167,10 @@ def was_seen(document: Passage, seen: dict[str, int], where: str) -> bool:
     return before
 
 
-def corpus_files(path: str) -> list[tuple[Path, str]]:
+def corpus_files(path: str, format: Format) -> tuple[list[tuple[Path, str]], list[Path]]:
     """The files of a corpus and their names without suffix, below the folder if it is one; of a BEIR data set only
-    the corpus, of what `datasets` saved the files that hold its rows.
+    the corpus, of what `datasets` saved the files that hold its rows. Hidden and unfinished files are not among them.
+    And the files of running text that are left out where others have rows: a README, say.
 
     Raises:
         UsageError: a folder without files.
@@ -158,15 +178,24 @@ def corpus_files(path: str) -> list[tuple[Path, str]]:
     """
     root = Path(path).expanduser()
     if not root.is_dir():
-        return [(root, TEXT_SUFFIXES.sub("", root.name))]
-    files = sorted(file for file in root.rglob("*") if file.is_file())
+        return [(root, TEXT_SUFFIXES.sub("", root.name))], []
+    files = sorted(file for file in root.rglob("*") if file.is_file() and is_whole(file.relative_to(root)))
     if any(file.name.startswith("queries.jsonl") for file in files):
         files = [file for file in files if file.name.startswith("corpus.jsonl")] or files
     if any(file.name == "state.json" for file in files):
         files = [data for file in files if file.name == "state.json" for data in datasets_files(file)]
     if not files:
         raise UsageError(f"{path}: the folder has no files")
-    return [(file, TEXT_SUFFIXES.sub("", str(file.relative_to(root)))) for file in files]
+    kept = files
+    if format != "text" and any(data_suffix(file) in ROW_SUFFIXES for file in files):
+        kept = [file for file in files if data_suffix(file) in (*ROW_SUFFIXES, *UNKNOWN_SUFFIXES)]
+    names = [(file, TEXT_SUFFIXES.sub("", str(file.relative_to(root)))) for file in kept]
+    return names, sorted({*files} - {*kept})
+
+
+def is_whole(place: Path) -> bool:
+    """Whether a file, by its place in a folder, is neither hidden nor still being written."""
+    return place.suffix != ".part" and not any(part.startswith(".") for part in place.parts)
 
 
 def datasets_files(state: Path) -> list[Path]:
@@ -183,7 +212,7 @@ def describe_corpus(
     """What the passages of `read_corpus` depend on, without reading the files: their names, sizes and times."""
     return {
         "corpus": path,
-        "files": describe_files(file for file, _ in corpus_files(path)),
+        "files": describe_files(file for file, _ in corpus_files(path, format)[0]),
         "corpus_format": format,
         "passage_words": passage_words,
         "split_rows": split_rows,
@@ -206,16 +235,16 @@ def detect_format(file: Path) -> FileFormat:
     Raises:
         RalmError: a suffix that is not one of running text either.
     """
-    suffix = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
+    suffix = data_suffix(file)
     if suffix == ".jsonl":
         rows = json_rows(file, lambda error: None)  # whoever reads the rows finds out about bad ones
         row = next((row for _, row in rows), {})
         return next((format for format, fields in FIELDS.items() if fields <= row.keys()), "beir")
-    if suffix in (".json", ".csv"):
+    if suffix in UNKNOWN_SUFFIXES:
         raise RalmError(
             f"{file}: {suffix} is not one of the formats; if it is one by another name, say --corpus-format"
         )
-    return {".tsv": "dpr", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix, "text")  # type: ignore[return-value]
+    return ROW_SUFFIXES.get(suffix) or "text"
 
 
 def pyserini_passage(row: dict, where: str) -> Passage:

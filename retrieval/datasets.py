@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.settings import Split, at_least
-from ralm_jax.text import COMPRESSED, Text, read_rows, read_text, row_text
+from ralm_jax.text import Text, data_suffix, read_rows, read_text, refuse, row_text
 from retrieval.corpus import Passage, cut_words, describe_files
 from retrieval.qa import Question, json_question
 from retrieval.results import read_questions
-from retrieval.rows import RowCount, arrow_rows, clean, field, parquet_rows
+from retrieval.rows import OnBad, RowCount, arrow_rows, clean, field, json_entries, parquet_rows
 
 WIKIPEDIA = (
     "Wikipedia of 2018-12-20 in passages of 100 words: download "
@@ -123,13 +123,13 @@ def dataset_corpus(
     """The passages of a data set's own training split, which is its corpus in the paper, cut as `read_corpus` cuts.
 
     Raises:
-        UsageError: as `dataset_text`; or the paper's corpus for this data set is Wikipedia.
+        UsageError: as `dataset_text`, or as `check_own_corpus`.
         RalmError: as `dataset_text`.
     """
     at_least(1, passage_words=passage_words)
-    check_own_corpus(name)
+    check_own_corpus(name, path)
     count, number = count or RowCount(), 0
-    for where, row in dataset_rows(name, "train", path):
+    for where, row in dataset_rows(name, "train", path, count.on_bad):
         try:
             text = clean(row_text(row, where), where)
             title = field(row, ["title"], where, default="") if isinstance(row, dict) else ""
@@ -142,13 +142,24 @@ def dataset_corpus(
         number += 1
 
 
-def check_own_corpus(name: str) -> None:
+def check_own_corpus(name: str, path: str | None) -> None:
     """
     Raises:
-        UsageError: the paper's corpus for this data set is Wikipedia.
+        UsageError: the paper's corpus for this data set is Wikipedia; or `path` is a file, and neither its name, its
+            folder's nor its first row says that it has the training split: it may be the text that is evaluated.
     """
     if not DATASETS[name].own_corpus:
         raise UsageError(f"{name} has no corpus of its own; the paper's is {WIKIPEDIA}")
+    file = Path(path or ".").expanduser().absolute()
+    if file.is_file() and "train" not in splits_of(file.name, file.parent.name):
+        _, row = next(
+            file_rows(file, lambda error: None), ("", None)
+        )  # whoever reads the rows finds out about bad ones
+        if not isinstance(row, dict) or not isinstance(row.get("split"), str):
+            raise UsageError(
+                f"{path}: nothing says that it is the training split, which is the corpus of {name}; name the folder, "
+                "or --corpus"
+            )
 
 
 def describe_dataset(name: str, path: str | None, **settings: Any) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def as_object(row: Any, where: str) -> dict[str, Any]:
 # --- rows ---
 
 
-def dataset_rows(name: str, split: Split, path: str | None) -> Iterator[tuple[str, Any]]:
+def dataset_rows(name: str, split: Split, path: str | None, on_bad: OnBad = refuse) -> Iterator[tuple[str, Any]]:
     """Place and value of every row of a split: a string, or an object with "text" or with a question."""
     dataset = DATASETS[name]
     if path is None:
@@ -189,7 +200,7 @@ def dataset_rows(name: str, split: Split, path: str | None) -> Iterator[tuple[st
     others: set[str] = set()
     some = False
     for file in split_files(name, split, path):
-        for where, row in file_rows(file):
+        for where, row in file_rows(file, on_bad):
             other = foreign(row, dataset, split)
             if other is None:
                 some = True
@@ -211,29 +222,63 @@ def foreign(row: Any, dataset: Dataset, split: Split) -> str | None:
     return str(stated) if isinstance(stated, str) and stated not in SPLIT_WORDS[split] else None
 
 
-def file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    suffix = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
+def file_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, Any]]:
+    """Place and value of every row of a file of texts; running text is one row.
+
+    Raises:
+        UsageError: a table of which nobody knows where its text is.
+    """
+    suffix = data_suffix(file)
     if suffix in (".parquet", ".arrow"):
-        return (parquet_rows if suffix == ".parquet" else arrow_rows)(file, columns=None)
-    return read_rows(file) if suffix == ".jsonl" else iter([(str(file), read_text(str(file)).content)])
+        return (parquet_rows if suffix == ".parquet" else arrow_rows)(file, on_bad, columns=None)
+    if suffix == ".json":
+        return ((where, row) for where, _, row in json_entries(file, on_bad))
+    if suffix in (".csv", ".tsv"):
+        raise UsageError(f'{file}: texts are not read from {suffix}; make it jsonl rows {{"text"}}, or Parquet')
+    return read_rows(file, on_bad) if suffix == ".jsonl" else iter([(str(file), read_text(str(file)).content)])
 
 
 def split_files(name: str, split: Split, path: str) -> list[Path]:
     """`path` if it is a file; the files of a folder whose names say that they are of the split.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or the same rows in more than one form; or the file's name names another split.
     """
     root, dataset = Path(path).expanduser(), DATASETS[name]
+    there = dataset.test if split == "test" else split
     if not root.is_dir():
         if not root.exists():
             raise UsageError(f"{path}: no such file or folder; {dataset.source} should be there")
+        stated = splits_of(root.name)
+        if stated and not stated & {split, there}:
+            raise UsageError(f"{path}: has {stated.pop()} in its name, and the split is {split}; name it with --split")
         return [root]
-    files = folder_files(path, split) or folder_files(path, dataset.test if split == "test" else split)
-    chosen = [file for file in files if dataset.configuration in file.relative_to(root).parts] or files
-    if not chosen:
+    files = folder_files(path, split) or folder_files(path, there)
+    if not files:
         raise UsageError(f"{path}: no file in it has {split} in its name; {dataset.source} should be there")
+    if dataset.configuration is None:
+        return files
+    # the folder's name in the repository, and in the archive that came before it
+    spellings = {dataset.configuration, dataset.configuration.removesuffix("-v1")}
+    chosen = [file for file in files if spellings & set(file.relative_to(root).parts)] or files
+    forms = {(file.parent, *form_of(file)): str(file.relative_to(root)) for file in chosen}
+    if len(forms) > 1:
+        listed = ", ".join(forms.values())
+        raise UsageError(
+            f"{path}: the split {split} of {name} is in it more than once ({listed}); name the one to read"
+        )
     return chosen
+
+
+def form_of(file: Path) -> tuple[str, str]:
+    """What the numbered files of one split have in common: the name up to the number, and the suffix."""
+    return re.split(r"\d", file.name)[0], data_suffix(file)
+
+
+def splits_of(*names: str) -> set[str]:
+    """The splits that names of files and folders have as a word."""
+    words = set(re.split("[^a-z]+", " ".join(names).lower()))
+    return {split for split, spellings in SPLIT_WORDS.items() if words & spellings}
 
 
 def folder_files(path: str, split: str) -> list[Path]:
@@ -241,10 +286,9 @@ def folder_files(path: str, split: str) -> list[Path]:
     root, found = Path(path).expanduser(), []
     for file in sorted(root.rglob("*")):
         place = str(file.relative_to(root))
-        words = set(re.split("[^a-z]+", place.lower()))
         hidden = any(part.startswith(".") for part in Path(place).parts)
         # TriviaQA's test set comes "without-answers"
-        if words & SPLIT_WORDS[split] and not hidden and "without" not in words:
+        if split in splits_of(place) and not hidden and "without" not in place.lower():
             found += [file] if file.is_file() and ROWS.search(file.name) and file.name not in ABOUT else []
     return found
 

@@ -6,28 +6,26 @@ from pathlib import Path
 
 import numpy as np
 
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError
 from ralm_jax.settings import QuerySettings
-from ralm_jax.text import Text, parse_json, write_text
+from ralm_jax.text import Text, parse_json, read_content, write_text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import Passage, PassageRows, Passages
 from retrieval.query import make_queries
 from retrieval.rows import field
 from retrieval.table import RetrievalTable
 
+MOST_TOKENS = 2**62
+
 
 def import_json(path: str) -> tuple[RetrievalTable, Passages]:
-    """The file that the paper's code writes: a list, one object a stride, with the passages' texts inside.
+    """The file that the paper's code writes, compressed or not: a list, one object a stride, with the passages' texts.
 
     Raises:
         UsageError: there is no such file.
-        RalmError: not such a list; the entry and the field are named.
+        RalmError: not such a list, or its strides are not in their order; the entry and the field are named.
     """
-    file = Path(path).expanduser()
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
+    content = read_content(Path(path).expanduser())
     entries = parse_json(content, path)
     if not isinstance(entries, list) or not entries:
         raise RalmError(f"{path}: expected a list with an object a stride")
@@ -40,8 +38,11 @@ def import_json(path: str) -> tuple[RetrievalTable, Passages]:
             ends.append(int(entry["end_location"]))
             futures.append(str(entry.get("future", "")))
             documents = [(document, float(document.get("score", 0))) for document in entry["retrieved_docs"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RalmError(f"{where} is not a stride of a retrieval file ({error!r})") from None
+        after = ends[-2] if i else 0
+        if not after <= begins[-1] < ends[-1] <= MOST_TOKENS:
+            raise RalmError(f"{where} is tokens {begins[-1]} to {ends[-1]}, which is no stride from token {after} on")
         hits.append([
             (numbers.setdefault(Passage("", title, field(document, ["text"], where)), len(numbers)), score)
             for document, score in documents
@@ -52,7 +53,7 @@ def import_json(path: str) -> tuple[RetrievalTable, Passages]:
     for j, found in enumerate(hits):
         rows[j, : len(found)] = [row for row, _ in found]
         scores[j, : len(found)] = [score for _, score in found]
-    settings = {"json": sha256(content).hexdigest()}
+    settings = {"json": sha256(content.encode()).hexdigest()}
     table = RetrievalTable(np.array(begins), np.array(ends), rows, scores, settings, {}, path, futures)
     return table, Passages.of([passage._replace(id=str(i)) for passage, i in numbers.items()])
 

@@ -159,24 +159,34 @@ def own_id(name: str, question: Question, number: int) -> dict[str, str]:
     return {} if question.id == str(number) else {name: question.id}
 
 
+def with_text(question: Question) -> str:
+    """
+    Raises:
+        RalmError: the question has none.
+    """
+    if not question.text:
+        raise RalmError(f"question {question.id} has no text; --questions FILE adds it, with its answers")
+    return question.text
+
+
 def nq_lines(questions: Iterable[Question]) -> Iterator[str]:
     for i, question in enumerate(questions):
-        yield json_line(own_id("id", question, i) | {"question": question.text, "answer": list(question.answers)})
+        yield json_line(own_id("id", question, i) | {"question": with_text(question), "answer": list(question.answers)})
 
 
 def csv_lines(questions: Iterable[Question]) -> Iterator[str]:
     for question in questions:
-        yield tsv_line([question.text, repr(list(question.answers))])
+        yield tsv_line([with_text(question), repr(list(question.answers))])
 
 
 def flashrag_lines(questions: Iterable[Question]) -> Iterator[str]:
     for question in questions:
-        yield json_line({"id": question.id, "question": question.text, "golden_answers": list(question.answers)})
+        yield json_line({"id": question.id, "question": with_text(question), "golden_answers": list(question.answers)})
 
 
 def beir_query_lines(questions: Iterable[Question]) -> Iterator[str]:
     for question in questions:
-        yield json_line({"_id": question.id, "text": question.text})
+        yield json_line({"_id": question.id, "text": with_text(question)})
 
 
 # --- answers in passages ---

@@ -21,6 +21,7 @@ from retrieval.qa import (
     own_id,
     read_csv,
     split_fields,
+    with_text,
 )
 from retrieval.rows import SCROLLS, field, json_entries
 
@@ -228,16 +229,6 @@ def passage_with_text(found: Found, question: Question) -> Passage:
     if found.text is None:
         raise RalmError(f"passage {found.id} of question {question.id} has no text; --corpus FILE adds it")
     return Passage(found.id, found.title, found.text)
-
-
-def with_text(question: Question) -> str:
-    """
-    Raises:
-        RalmError: the question has none.
-    """
-    if not question.text:
-        raise RalmError(f"question {question.id} has no text; --questions FILE adds it, with its answers")
-    return question.text
 
 
 def with_passages(questions: Iterable[Question]) -> Iterator[Question]:

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from ralm_jax.errors import RalmError, UsageError, first_line
-from ralm_jax.text import encodable, read_lines, read_rows, refuse
+from ralm_jax.text import encodable, read_content, read_lines, read_rows, refuse
 
 OnBad = Callable[[RalmError], None]
 
@@ -67,7 +67,7 @@ def json_rows(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, dict]]:
             on_bad(RalmError(f"{where}: expected a JSON object, found {type(row).__name__}"))
 
 
-def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
+def json_entries(file: Path, on_bad: OnBad = refuse) -> Iterator[tuple[str, str | None, dict]]:
     """Place (file:line), key and object of every entry: of a list, by itself or as TriviaQA's "Data", of an object of
     objects by key, or of jsonl.
 
@@ -80,9 +80,9 @@ def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
     head = list(islice((line for _, line in read_lines(file) if line.strip()), 2))
     first = parsed(head[0]) if head else {}
     if isinstance(first, dict) and (len(head) != 1 or entries_of(first) is None):
-        yield from ((where, None, row) for where, row in json_rows(file))
+        yield from ((where, None, row) for where, row in json_rows(file, on_bad))
         return
-    content = "\n".join(line for _, line in read_lines(file, keep_last=True))
+    content = read_content(file)
     try:
         whole = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -101,9 +101,10 @@ def json_entries(file: Path) -> Iterator[tuple[str, str | None, dict]]:
         start = skip_gap(content, position)
         value, position = decode(content, start)
         line, passed = line + content.count("\n", passed, start), start
-        if not isinstance(value, dict):
-            raise RalmError(f"{file}:{line}: expected a JSON object, found {type(value).__name__}")
-        yield f"{file}:{line}", key, value
+        if isinstance(value, dict):
+            yield f"{file}:{line}", key, value
+        else:
+            on_bad(RalmError(f"{file}:{line}: expected a JSON object, found {type(value).__name__}"))
     if content[skip_gap(content, position)] not in "]}":
         raise RalmError(f"{file}:{line}: a key stands in the object twice")
 

@@ -378,6 +378,27 @@ def test_what_is_no_plain_file_is_written_to(index):
     assert json.loads(done.stdout.splitlines()[0])["query"] == "ba be"
 
 
+def test_what_is_no_text_is_one_line(index, capsys):
+    code, line = refused(capsys, "search", "--index", "index", "--query", "ba \udcff", "--json", "hits.json")
+    assert (code, line) == (1, "ralm: error: --query: a lone surrogate, which is not text")
+
+
+def test_a_link_to_a_file_is_that_file(place, capsys):
+    Path("kept").mkdir()
+    Path("kept/passages.tsv").write_text("before")
+    Path("link.tsv").symlink_to("kept/passages.tsv")
+    convert = ["convert-corpus", "corpus.jsonl", "--out", "link.tsv", "--to", "dpr"]
+    code, line = refused(capsys, *convert)
+    assert (code, "link.tsv: is there already; add --overwrite" in line) == (2, True)
+    Path("bad.jsonl").write_text('{"_id": "1", "text": "a"}\n{"_id": "2"}\n')
+    assert refused(capsys, convert[0], "bad.jsonl", *convert[2:], "--overwrite")[0] == 1
+    assert Path("kept/passages.tsv").read_text() == "before"
+    ralm(*convert, "--overwrite")
+    assert Path("link.tsv").is_symlink()
+    assert Path("kept/passages.tsv").read_text().startswith("id\ttext\ttitle\n")
+    assert [file.name for file in Path("kept").iterdir()] == ["passages.tsv"]
+
+
 def test_a_place_without_permission_or_room_is_one_line(place, capsys):
     code, line = refused(capsys, "index", "--corpus", "corpus.jsonl", "--out", "/proc/ralm")
     assert (code, "/proc/ralm" in line) == (1, True)
@@ -405,6 +426,16 @@ def test_output_that_nobody_reads_to_its_end(index):
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.count("\n") == 1
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("engine", "goes_on"), [("bm25", True), ("dense", True), ("lucene", False)])
+def test_ctrl_c_says_whether_an_index_goes_on(place, capsys, monkeypatch, engine, goes_on):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.CorpusOptions, "open", interrupted)
+    code, line = refused(capsys, "index", "--corpus", "corpus.jsonl", "--out", "x", "--engine", engine)
+    assert (code, "--resume goes on" in line) == (130, goes_on)
 
 
 def test_ctrl_c_is_one_line_and_resumes(place):

@@ -94,14 +94,34 @@ class TestFormats:
 
     def test_a_folder_in_the_order_of_names(self, tmp_path):
         (tmp_path / "sub").mkdir()
-        write(tmp_path / "b.txt", "second")
-        write(tmp_path / "a.jsonl.gz", rows({"_id": "1", "text": "first"}))
-        write(tmp_path / "sub" / "c.txt.gz", "third")
-        write(tmp_path / "sub" / "d.md.zst", "fourth")
-        write(tmp_path / "sub" / "e.tsv.zst", "id\ttext\ttitle\n1\tfifth\tT\n")
+        write(tmp_path / "b.txt", "first")
+        write(tmp_path / "sub" / "c.txt.gz", "second")
+        write(tmp_path / "sub" / "d.md.zst", "third")
         found = list(read_corpus(str(tmp_path)))
-        assert [p.text for p in found] == ["first", "second", "third", "fourth", "fifth"]
-        assert [p.id for p in found[2:]] == ["sub/c-0", "sub/d-0", "1"]
+        assert [(p.id, p.text) for p in found] == [("b-0", "first"), ("sub/c-0", "second"), ("sub/d-0", "third")]
+
+    def test_running_text_beside_rows_is_left_out(self, tmp_path, caplog):
+        (tmp_path / "sub").mkdir()
+        write(tmp_path / "a.jsonl.gz", rows({"_id": "1", "text": "first"}))
+        write(tmp_path / "sub" / "e.tsv.zst", "id\ttext\ttitle\n1\tsecond\tT\n")
+        for name in ("README.md", "LICENSE", "notes.txt.gz"):
+            write(tmp_path / name, "no passage")
+        passages = read_corpus(str(tmp_path))
+        assert "is left out, 3 in all (LICENSE, README.md, notes.txt.gz); index it by itself" in caplog.text
+        assert [p.text for p in passages] == ["first", "second"]
+        assert len(list(read_corpus(str(tmp_path), "text"))) == 5
+
+    def test_hidden_and_unfinished_files_are_not_there(self, tmp_path):
+        (tmp_path / ".cache").mkdir()
+        for name in ("a.txt", ".a.txt.swp", ".cache/b.txt", "c.txt.part"):
+            write(tmp_path / name, name)
+        assert [p.text for p in read_corpus(str(tmp_path))] == ["a.txt"]
+
+    def test_files_are_listed_before_passages_are_read(self, tmp_path):
+        write(tmp_path / "a.jsonl", rows({"_id": "1", "text": "a"}))
+        passages = read_corpus(str(tmp_path))
+        write(tmp_path / "b.jsonl", rows({"_id": "2", "text": "b"}))
+        assert [p.text for p in passages] == ["a"]
 
     def test_names_of_files_keep_their_dots(self, tmp_path):
         (tmp_path / "v1.0").mkdir()

@@ -90,9 +90,37 @@ class TestText:
         path = write(tmp_path / "val.jsonl", jsonl(*rows))
         assert dataset_text("arxiv", "validation", str(tmp_path)).content == "paperpaper two"
         assert dataset_text("arxiv", "validation", path, limit_rows=1).content == "paper"
-        assert dataset_text("freelaw", "test", path).content == "law"  # a file that is named is the split
+        with pytest.raises(UsageError, match=r"val\.jsonl: has validation in its name, and the split is test"):
+            dataset_text("freelaw", "test", path)
+        path = write(tmp_path / "pile.jsonl", jsonl(*rows))
+        assert dataset_text("freelaw", "test", path).content == "law"  # a file whose name says nothing is the split
         with pytest.raises(RalmError, match=r"no rows of stackexchange, split test; its rows are of ArXiv, FreeLaw"):
             dataset_text("stackexchange", "test", path)
+
+    @pytest.mark.parametrize("content", ['[{"text": "a"},\n{"text": "b"}]', '{"text": "a"}\n{"text": "b"}\n'])
+    def test_json_has_rows_too(self, tmp_path, content):
+        write(tmp_path / "test.json", content)
+        assert dataset_text("arxiv", "test", str(tmp_path)).content == "ab"
+
+    @pytest.mark.parametrize("suffix", [".csv", ".tsv.gz"])
+    def test_tables_are_no_texts(self, tmp_path, suffix):
+        write(tmp_path / f"test{suffix}", "text\na\n")
+        with pytest.raises(UsageError, match=r"test\.[^:]*: texts are not read from \.[ct]sv; make it jsonl rows"):
+            dataset_text("arxiv", "test", str(tmp_path))
+
+    def test_both_editions_of_wikitext_are_not_added(self, tmp_path):
+        write(tmp_path / "wikitext-103" / "wiki.test.tokens", "one")
+        write(tmp_path / "wikitext-103-raw" / "wiki.test.raw", "raw")
+        assert dataset_text("wikitext-103", "test", str(tmp_path)).content == "one"
+        assert dataset_text("wikitext-103", "test", str(tmp_path / "wikitext-103-raw")).content == "raw"
+        write(tmp_path / "wikitext-103" / "wiki.test.raw", "raw")
+        with pytest.raises(UsageError, match=r"test of wikitext-103 is in it more than once \(wikitext-103/wiki.*raw"):
+            dataset_text("wikitext-103", "test", str(tmp_path))
+
+    def test_shards_are_one_form(self, tmp_path):
+        for i, hashed in enumerate(("ab1", "c2d")):
+            parquet(tmp_path / f"test-0000{i}-of-00002-{hashed}.parquet", text=[str(i)])
+        assert dataset_text("wikitext-103", "test", str(tmp_path)).content == "01"
 
     def test_the_pile_on_the_hub(self, hub):
         meta = [{"pile_set_name": "FreeLaw"}, {"pile_set_name": "ArXiv"}]
@@ -146,13 +174,22 @@ class TestCorpus:
         ]  # fmt: skip
         assert count.rows == 2
 
-    def test_broken_rows_are_refused_or_counted(self, tmp_path):
-        path = write(tmp_path / "train.jsonl", jsonl({"text": "a"}, {"text": 1}, {"text": "b"}))
-        with pytest.raises(RalmError, match=r"train\.jsonl:2: "):
+    @pytest.mark.parametrize("bad", ['{"text": 1}', '{"text": ', '{"text": "\\ud800"}', "5"])
+    @pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+    def test_broken_rows_are_refused_or_counted(self, tmp_path, name, bad):
+        path = write(tmp_path / name, jsonl({"text": "a"}) + bad + "\n" + jsonl({"text": "b"}))
+        with pytest.raises(RalmError, match=rf"{name}:2: "):
             list(dataset_corpus("arxiv", path))
         count = RowCount(skip_bad=True)
         assert [passage.text for passage in dataset_corpus("arxiv", path, count=count)] == ["a", "b"]
         assert (count.rows, count.bad) == (3, 1)
+
+    def test_the_evaluated_text_is_not_its_own_corpus(self, tmp_path):
+        path = write(tmp_path / "test.jsonl", jsonl({"text": "a"}))
+        with pytest.raises(UsageError, match=r"test\.jsonl: nothing says .* training split.*; name the folder, or --c"):
+            list(dataset_corpus("arxiv", path))
+        path = write(tmp_path / "train" / "00.jsonl", jsonl({"text": "a"}))
+        assert len(list(dataset_corpus("arxiv", path))) == 1
 
     @pytest.mark.parametrize("name", ["wikitext-103", "nq", "triviaqa"])
     def test_wikipedia_is_named_with_where_to_get_it(self, name):
@@ -271,6 +308,12 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("args", "code", "message"),
         [
+            ("index --out i --corpus corpus.jsonl --data-path pile", 2, "--data-path is for --dataset"),
+            (
+                "lm --out o --model m --dataset arxiv --data-path pile/test.jsonl",
+                2,
+                "nothing says that it is the training split",
+            ),
             ("index --out i --dataset wikitext-103", 2, "wikitext-103 has no corpus of its own"),
             ("index --out i --dataset arxiv --data-path pile --split-rows", 2, "--split-rows are for --corpus"),
             (

@@ -331,6 +331,10 @@ class TestRefusals:
             ("trec", [Question("1", "q")], "the questions have no passages"),
             ("trec", [Question("a b", "q", found=(Found("d", 1),))], "id 'a b' cannot stand in a run"),
             ("msmarco", [Question("1", "q", found=(Found("", 1),))], "id '' cannot stand in a run"),
+            *(
+                (name, [Question("1", "", found=(Found("d", 1),))], "question 1 has no text; --questions FILE adds it")
+                for name in ("nq-open", "csv", "flashrag", "beir-queries")
+            ),
             ("nq-open", [Question("1", "\ud800")], r"out:1: a lone surrogate"),
         ],
     )

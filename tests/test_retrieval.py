@@ -1,8 +1,11 @@
 """Queries of strides, retrieval tables, and the paper's JSON."""
 
+import gzip
 import json
+import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from eval.lm import open_retrieved
@@ -21,6 +24,15 @@ from tests import tiny
 
 STRIDES = StrideSettings(window=64, stride=4)
 QUERIES = QuerySettings(k=5, query_length=10)
+
+
+def stride(begin, end):
+    """An entry of the paper's file."""
+    return {"begin_location": begin, "end_location": end, "retrieved_docs": []}
+
+
+def zstd(data):
+    return pa.Codec("zstd").compress(data, asbytes=True)
 
 
 @pytest.fixture
@@ -184,6 +196,15 @@ class TestJson:
         assert table.rows.tolist() == [[0, 1, 0]]
         assert passages.contents([0, 1]) == ["T\nx", "y"]
 
+    @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+    def test_compressed(self, tmp_path, suffix, compress):
+        content = json.dumps([stride(0, 4), stride(4, 8)], indent=4).encode()
+        (tmp_path / "r.json").write_bytes(content)
+        (tmp_path / f"r.json{suffix}").write_bytes(compress(content))
+        plain, packed = (import_json(str(tmp_path / name))[0] for name in ("r.json", f"r.json{suffix}"))
+        assert packed.ends.tolist() == [4, 8]
+        assert packed.settings == plain.settings
+
     def test_no_passages_at_all(self, tmp_path):
         entry = {"begin_location": 0, "end_location": 4, "future": "", "query": "", "retrieved_docs": []}
         (tmp_path / "r.json").write_text(json.dumps([entry]))
@@ -200,6 +221,10 @@ class TestJson:
          ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": ["a"]}]}]', "field 'text' is list"),
          ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": null, "title": "T"}]}]', "missing"),
          ('[{"begin_location": 0, "end_location": 4, "retrieved_docs": [{"text": "\\ud800"}]}]', "lone surrogate"),
+         *((json.dumps([stride(0, 4), stride(*second)]), "entry 1 is tokens .* which is no stride from token 4 on")
+           for second in ((0, 4), (3, 8), (-4, -2), (8, 4), (4, 4), (4, 2**70))),
+         (json.dumps([stride(-4, 4)]), "entry 0 is tokens -4 to 4"),
+         (json.dumps([stride(0, math.inf)]), "entry 0 is not a stride"),
          ("[" * 100_000, "not JSON"),
          ("[5]", "entry 0")],
     )  # fmt: skip

@@ -121,6 +121,7 @@ class TestCommands:
         )  # fmt: skip
         write(tmp_path / "qa.csv", "who found rays\t['Röntgen']\nRöntgen was of\t['Lennep', 'Remscheid']\n")
         write(tmp_path / "qrels.tsv", "query-id\tcorpus-id\tscore\n0\td1\t1\n1\td1\t1\n1\td3\t1\n")
+        (tmp_path / "loop").symlink_to("loop")
         ralm("index", "--corpus", "corpus.jsonl", "--out", "index")
 
     def test_index_reports_rows(self, capsys):
@@ -220,7 +221,28 @@ class TestCommands:
                 1,
                 "qa.csv:1: expected qid",
             ),
+            (
+                ["convert-retrieval", "qa.csv", "--out", "x", "--to", "dpr", "--passage-words", "50"],
+                2,
+                "--corpus-format, --passage-words, --split-rows and --skip-bad-rows are for --corpus",
+            ),
+            (
+                ["eval-retrieval", "--index", "index", "--data", "qa.csv", "--split", "train"],
+                2,
+                "--split and --data-path are for --dataset",
+            ),
             (["convert-corpus", "none", "--out", "x", "--to", "dpr"], 2, "none: no such file"),
+            (
+                ["convert-corpus", ".", "--out", "x", "--to", "dpr"],
+                2,
+                "x: lies in the corpus .; write it elsewhere",
+            ),
+            (["convert-corpus", "loop", "--out", "loop", "--to", "dpr"], 2, "loop: lies in the corpus loop"),
+            (
+                ["convert-corpus", "corpus.jsonl", "--out", "corpus.jsonl", "--to", "beir", "--overwrite"],
+                2,
+                "corpus.jsonl: lies in the corpus corpus.jsonl",
+            ),
             (["convert-corpus", "corpus.jsonl", "--out", "index", "--to", "dpr"], 2, "index: is a folder"),
         ],
     )
