@@ -17,9 +17,17 @@ from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import PassageRows
 from retrieval.embedder import BATCH_TOKENS
-from retrieval.query import own_queries
+from retrieval.query import first_characters
 from retrieval.ranking_table import KIND, RankingTable, RankingWriter, open_ranking
 from retrieval.table import RetrievalTable
+
+PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that a reranker may see
+
+
+def prefix_text(text: str, begin: int, prefix_tokens: int) -> str:
+    """The characters before `begin` whose last `prefix_tokens` tokens (`cut_pairs`) are a prefix, in training and
+    afterwards."""
+    return text[max(0, begin - PREFIX_CHARACTERS * prefix_tokens) : begin]
 
 
 def rerank(
@@ -52,7 +60,7 @@ def rerank(
             NaN, or the table cannot be written.
     """
     settings = settings or RerankSettings()
-    tokens = tokenizer.encode(text.content)
+    tokens, offsets = tokenizer.encode_with_offsets(text.content)
     if table.ends[-1] > len(tokens):
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
@@ -71,7 +79,7 @@ def rerank(
         "prefix_tokens": settings.prefix_tokens,
         "pair_tokens": longest,
     }
-    prefixes = own_queries(text.content, table.begins, settings.prefix_tokens, tokenizer, own)
+    begins = first_characters(offsets, table.begins).tolist()
     encode = PassageTokens(passages.contents, own, longest, specials=False)
     folder = Folder.create(location, KIND, made_with, if_exists)
     writer = RankingWriter(folder, table.rows)
@@ -81,7 +89,8 @@ def rerank(
         for chunk in missing:
             rows = table.rows[chunk.start : chunk.stop]
             strides, ranks = np.nonzero(rows >= 0)
-            before = own.encode_batch(prefixes[chunk.start : chunk.stop])
+            characters = begins[chunk.start : chunk.stop]
+            before = own.encode_batch([prefix_text(text.content, at, settings.prefix_tokens) for at in characters])
             pairs = cut_pairs(
                 form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, settings.prefix_tokens
             )

@@ -14,7 +14,7 @@ from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, read_corpus
 from retrieval.interchange import export_json, import_json
 from retrieval.overlap import overlap
-from retrieval.query import retrieve, stride_queries
+from retrieval.query import first_characters, retrieve, stride_queries
 from retrieval.retriever import search
 from retrieval.table import open_retrieval
 from tests import tiny
@@ -50,6 +50,15 @@ def test_queries_are_the_tokens_strictly_before_the_target(tokenizer):
     assert queries[0] == ""
     assert queries[1] == tokenizer.decode(tokens[14:20])
     assert queries[2] == tokenizer.decode(tokens[18:24])
+
+
+def test_nothing_is_known_of_what_a_stride_begins_with():
+    """Neither the space that a token has but leaves out of its offsets, nor a character that it begins within."""
+    text = "ba bé der"
+    tokens, offsets = tiny.trimming_tokenizer().encode_with_offsets(text)
+    begins = np.arange(len(tokens))
+    known = [text[:end] for end in first_characters(offsets, begins).tolist()]
+    assert known == ["", "b", "ba", "ba b", "ba b", "ba bé", "ba bé d", "ba bé de"]
 
 
 def test_a_table_holds_what_the_search_finds(tmp_path, index, text, tokenizer):

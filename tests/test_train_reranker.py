@@ -248,6 +248,25 @@ def ranked_begins(data, text):
     return offsets[open_retrieval(str(data / "retrieval")).begins, 0]
 
 
+def test_prefixes_are_read_as_in_training(tmp_path, data, text):
+    """With a tokenizer whose offsets leave spaces out."""
+    folder = tiny.save_cross_encoder(tmp_path / "roberta", dataclasses.replace(tiny.ROBERTA, vocab_size=300))
+    tokenizer = tiny.trimming_tokenizer()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    model = load_cross_encoder(str(folder), mesh=make_mesh(data=1))
+    found, passages = read_examples(str(data), text, 5)
+    maker = PairMaker(text, passages, tokenizer, PAIRS)
+    scores = Evaluation(model, maker, found, PAIRS, SETTINGS).scores(model.state)[0]
+    table = open_retrieval(str(data / "retrieval"))
+    ranked = rerank(
+        model, load_tokenizer(str(folder)), table, passages, text, tiny.tokenizer(), str(tmp_path / "ranking"),
+        settings=PAIRS,
+    )  # fmt: skip
+    there = found.rows >= 0
+    own = np.isin(ranked_begins(data, text), found.begins)
+    np.testing.assert_allclose(ranked.scores[own][there], scores[there], atol=1e-5)
+
+
 class TestTraining:
     def test_the_result_is_the_best_checkpoint_and_ranks_as_in_training(self, tmp_path, data, text, init):
         said = []

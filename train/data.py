@@ -17,11 +17,11 @@ from ralm_jax.settings import RerankerSettings
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import PassageRows
+from retrieval.reranker import PREFIX_CHARACTERS, prefix_text
 from train.collect import RETRIEVAL, SCORES
 
 log = logging.getLogger("ralm")
 
-PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that the reranker may see
 THREADS = 2  # that make batches while the device computes
 
 
@@ -78,7 +78,7 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
     summed = np.asarray(np.nansum(scores.target[:, : 1 + k], axis=2, dtype=np.float64), np.float32)
     found = (rows >= 0).any(axis=1)
     return Examples(
-        scores.token_ends[begins - 1][found],
+        scores.begins[found],
         scores.token_ends[ends - 1][found],
         (ends - begins)[found],
         rows[found],
@@ -138,8 +138,7 @@ class PairMaker:
         """Example `row`, without the batch axis."""
         settings, rows = self._settings, examples.rows[row]
         there = rows >= 0
-        begin = int(examples.begins[row])
-        before = self._text[max(0, begin - self.reach) : begin]
+        before = prefix_text(self._text, int(examples.begins[row]), settings.prefix_tokens)
         prefix, *passages = self._tokenizer.encode_batch([before, *self._passages.contents(rows[there])])
         texts = cut_pairs(
             self._format, [prefix] * len(passages), passages, settings.pair_tokens, settings.prefix_tokens
