@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from eval.lm import score
+from eval.lm import describe, score
 from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
+from ralm_jax.scoring import PassageTokens
 from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
 from ralm_jax.text import Text
+from ralm_jax.windows import make_schedule
 from retrieval.bm25 import build_index
-from retrieval.corpus import Passage
+from retrieval.corpus import Passage, Passages
 from retrieval.overlap import shared_spans
 from retrieval.query import retrieve
 from retrieval.table import open_retrieval
@@ -133,6 +135,26 @@ def test_denominators_are_of_what_was_scored(collected, text):
     about = open_scores(str(folder / "scores")).about
     assert about["tokens"] == 64 + 20 * 8
     assert about["words"] == 32 + 20 * 4
+
+
+def test_overlap_is_of_what_was_scored(text, tokenizer, monkeypatch):
+    """Only the sampled strides' words count, and few passages are read at once."""
+    monkeypatch.setattr("eval.lm.PASSAGES_AT_ONCE", 2)
+    words, read = text.content.split(), []
+    schedule = make_schedule(900, STRIDES).only(np.array([20, 60]))
+    copied = " ".join(words[90:130])  # 108 to 111 are the twentieth stride
+    passages = Passages.of([Passage(str(n), "", copied if n == 3 else tiny.text(40, n + 1)) for n in range(5)])
+
+    def contents(rows):
+        read.append(len(rows))
+        return passages.contents(rows)
+
+    encode = PassageTokens(contents, tokenizer, 24, specials=False)
+    _, offsets = tokenizer.encode_with_offsets(text.content)
+    rows = np.arange(6).reshape(2, 3) - 1
+    about = describe(text, offsets, schedule, rows, passages, encode)
+    assert about["overlap"] == 4 / (32 + 4 + 4)
+    assert (about["passages"], about["passages_truncated"], read) == (5, 5, [2, 2, 1])
 
 
 def test_an_interrupted_collection_goes_on(tmp_path, collected, text, tokenizer, index):
