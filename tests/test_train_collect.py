@@ -1,5 +1,7 @@
 """Sampled strides: what is drawn, what is left out, and that their figures are those of the whole text."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,8 @@ def index(tmp_path_factory):
 
 
 def sample(text, tokenizer, examples, seed=0, without=()):
-    return sample_strides(text, tokenizer, examples, seed, without, STRIDES, QUERIES)
+    _, offsets = tokenizer.encode_with_offsets(text.content)
+    return sample_strides(text, offsets, examples, seed, without, STRIDES, QUERIES)
 
 
 class TestSample:
@@ -75,6 +78,10 @@ class TestSample:
         assert 0 < found.left_out < found.strides
         # 30 words and 29 spaces, met by queries and targets of 16 tokens at every eighth
         assert found.left_out in (8, 9, 10)
+
+    def test_a_negative_seed(self, text, tokenizer):
+        with pytest.raises(UsageError, match="seed must be at least 0, not -1"):
+            sample(text, tokenizer, 5, seed=-1)
 
     def test_all_left_out(self, text, tokenizer):
         with pytest.raises(RalmError, match="all of them in the texts to be left out"):
@@ -128,6 +135,28 @@ def test_examples_are_the_whole_texts_strides(tmp_path, collected, text, tokeniz
     np.testing.assert_allclose(some.target, scores.target[which[1:] - 1], atol=1e-5)
     np.testing.assert_allclose(some.past, scores.past[which[1:] - 1], atol=1e-5)
     assert ranking.oracle(some).tolist() == ranking.oracle(scores)[which[1:] - 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": WindowSettings(4, 24, passages_in_window=2)}, "leave --passages-in-window out"),
+        ({"windows": WindowSettings(4, 24, block=16)}, "leave --block out"),
+        ({"windows": WindowSettings(60)}, "no room beside stride 8 and past 60"),
+        ({"strides": StrideSettings(300, 8)}, "a window of 300 is longer than the 256 positions"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_retrieval(tmp_path, text, tokenizer, index, changes, message):
+    with pytest.raises(UsageError, match=message):
+        collect(text, tiny.reader(tiny.GPT2), tokenizer, index, str(tmp_path), examples=5, **SETTINGS | changes)
+    assert not any(tmp_path.iterdir())
+
+
+def test_foreign_tokens_are_refused_before_retrieval(tmp_path, text, tokenizer, index):
+    small = tiny.reader(dataclasses.replace(tiny.GPT2, vocab_size=20))
+    with pytest.raises(RalmError, match=r"gives token \d+, the reader random knows 20"):
+        collect(text, small, tokenizer, index, str(tmp_path), examples=5, **SETTINGS)
+    assert not any(tmp_path.iterdir())
 
 
 def test_denominators_are_of_what_was_scored(collected, text):

@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -87,6 +89,15 @@ class TestExamples:
     def test_of_another_text(self, data):
         with pytest.raises(RalmError, match="was made from the text training text, not from other"):
             read_examples(str(data), Text(tiny.text(1500, seed=5), "other"), 4)
+
+    def test_of_passages_that_share_a_window(self, tmp_path, data, text):
+        shutil.copytree(data, tmp_path / "data")
+        manifest = tmp_path / "data" / "scores" / "manifest.json"
+        content = json.loads(manifest.read_text())
+        content["settings"]["passages_in_window"] = 2
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(RalmError, match="was scored with 2 passages in a window together"):
+            read_examples(str(tmp_path / "data"), text, 4)
 
     def test_fewer_passages_than_asked_for(self, data, text, caplog):
         found, _ = read_examples(str(data), text, 16)

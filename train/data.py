@@ -71,6 +71,12 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
         raise RalmError(f"{location}: was made from the text {table.about['text']}, not from {text.origin}")
     if scores.settings["retrieval"] != table.settings:
         raise RalmError(f"{location}: its scores are not those of its retrieval; repeat `ralm train reranker-data`")
+    together = scores.settings.get("passages_in_window", 1)
+    if together > 1:
+        raise RalmError(
+            f"{location}: was scored with {together} passages in a window together, but a reranker ranks them one by "
+            "one; make the examples anew"
+        )
     rows = scores.passages[:, :k]
     if k > scores.passages.shape[1]:
         log.warning("%s has %d passages a stride; training with these, not %d", location, rows.shape[1], k)
