@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -12,14 +13,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import models
 
+from ralm_jax import checkpoint
 from ralm_jax.encoder import transformer_folder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.hub import locate
 from ralm_jax.layers import Dropout
 from ralm_jax.model import Model, config_file, family_of, load_model, matmul_precision, random_model, warn_of_overflow
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
-from ralm_jax.models.cross_encoder import states_pair_head
+from ralm_jax.models.cross_encoder import POOLED_BERT, states_pair_head
 from ralm_jax.sharding import on_mesh
+from ralm_jax.sources import open_source
 from ralm_jax.tokenizer import Tokenizer, probe
 
 Keep = Literal["end", "start"]
@@ -66,7 +69,8 @@ def load_cross_encoder(
     Args:
         model: a folder with config.json and weights, or a Hugging Face id.
         dtype: of parameters and activations.
-        new_head_seed: for a BERT or RoBERTa that has no head of one label: gives it one, drawn by this seed.
+        new_head_seed: for a BERT or RoBERTa that has no head of one label: gives it one, drawn by this seed; its first
+            layer is BERT's own pooler where there is one, as in transformers.
 
     Raises:
         UsageError: no such model.
@@ -83,13 +87,21 @@ def load_cross_encoder(
             "with one label); name another, or train one from it"
         )
     else:
-        loaded = with_new_head(load_model(model, path, ENCODERS, dtype, mesh), new_head_seed)
+        families = ENCODERS | ({"bert": POOLED_BERT} if has_pooler(path) else {})
+        loaded = with_new_head(load_model(model, path, families, dtype, mesh), new_head_seed)
     warn_of_overflow(loaded)
     return CrossEncoder(**vars(loaded))
 
 
+def has_pooler(path: Path) -> bool:
+    """Whether a checkpoint has the layer that BERT's head begins with; one in Orbax's format has what its model has."""
+    return not checkpoint.there(path) and any(
+        name.endswith("pooler.dense.weight") for name in open_source(path).tensors
+    )
+
+
 def with_new_head(encoder: Model, seed: int) -> Model:
-    """`encoder` with a head whose kernels are drawn from N(0, 0.02²)."""
+    """`encoder` with a head; kernels that it lacks are drawn from N(0, 0.02²)."""
     family = CROSS_ENCODERS[encoder.config.model_type]
     config = family.config(**vars(encoder.config))
     made = random_model(family, config, seed=seed, dtype=encoder.dtype, mesh=encoder.mesh)
