@@ -131,5 +131,9 @@ class Train:
     def rerun(self) -> RerunOptions:
         return self.task.rerun
 
+    @property
+    def saves_memory(self) -> str:
+        return "more --micro-batches" if isinstance(self.task, Reranker) else "a smaller --batch-size"
+
     def run(self) -> None:
         self.task.run()

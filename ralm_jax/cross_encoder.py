@@ -44,6 +44,15 @@ class CrossEncoder(Model):
         with on_mesh(self.mesh):
             return compiled_scores(self.graphdef, self.state, tokens, types, valid)
 
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """
+        Raises:
+            RalmError: it does not know one of them.
+        """
+        highest, known = tokens.max(initial=0), self.config.vocab_size
+        if highest >= known:
+            raise RalmError(f"{self.name}: its tokenizer has a token {highest}, it knows {known}")
+
 
 def pair_scores(
     graphdef: nnx.GraphDef,

@@ -131,9 +131,7 @@ def score_pairs(
             chosen = rows[start : start + batch]
             filled = np.pad(chosen, (0, batch - len(chosen)), mode="edge")
             arrays = join_pairs(form, [prefixes[i] for i in filled], [passages[i] for i in filled], max_tokens)
-            highest, known = arrays[0].max(), cross_encoder.config.vocab_size
-            if highest >= known:
-                raise RalmError(f"{cross_encoder.name}: its tokenizer has a token {highest}, it knows {known}")
+            cross_encoder.check_tokens(arrays[0])
             waiting.append((chosen, cross_encoder.scores(*(shard_batch(mesh, array) for array in arrays))))
     scores = np.zeros(len(needed), np.float32)
     for chosen, found in waiting:  # the devices compute while the host prepares

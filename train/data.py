@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from eval.lm import open_retrieved
-from ralm_jax.cross_encoder import cut_pairs, join_pairs, pair_format
+from ralm_jax.cross_encoder import CrossEncoder, cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.score_table import open_scores
 from ralm_jax.settings import RerankerSettings
@@ -63,7 +63,7 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
 
     Raises:
         UsageError: there are none, or their index has gone.
-        RalmError: they are of another text, or not complete.
+        RalmError: they are of another text, not complete, or without passages.
     """
     table, passages = open_retrieved(str(Path(location) / RETRIEVAL), index)
     scores = open_scores(str(Path(location) / SCORES))
@@ -83,6 +83,8 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
     begins, ends = table.begins[1:], table.ends[1:]
     summed = np.asarray(np.nansum(scores.target[:, : 1 + k], axis=2, dtype=np.float64), np.float32)
     found = (rows >= 0).any(axis=1)
+    if not found.any():
+        raise RalmError(f"{location}: none of its {len(rows)} strides has a passage to learn from")
     return Examples(
         scores.begins[found],
         scores.token_ends[ends - 1][found],
@@ -135,13 +137,25 @@ class PairMaker:
         UsageError: the prefix leaves a passage no room.
     """
 
-    def __init__(self, text: Text, passages: PassageRows, tokenizer: Tokenizer, settings: RerankerSettings):
+    def __init__(
+        self,
+        text: Text,
+        passages: PassageRows,
+        tokenizer: Tokenizer,
+        cross_encoder: CrossEncoder,
+        settings: RerankerSettings,
+    ):
         self._text, self._passages, self._tokenizer, self._settings = text.content, passages, tokenizer, settings
+        self._cross_encoder = cross_encoder
         self._format, self.reach = pair_format(tokenizer), PREFIX_CHARACTERS * settings.prefix_tokens
         cut_pairs(self._format, [], [], settings.pair_tokens, settings.prefix_tokens)  # refuses what cannot fit
 
     def __call__(self, examples: Examples, row: int) -> Batch:
-        """Example `row`, without the batch axis."""
+        """Example `row`, without the batch axis.
+
+        Raises:
+            RalmError: the cross-encoder does not know a token.
+        """
         settings, rows = self._settings, examples.rows[row]
         there = rows >= 0
         before = prefix_text(self._text, int(examples.begins[row]), settings.prefix_tokens)
@@ -150,6 +164,7 @@ class PairMaker:
             self._format, [prefix] * len(passages), passages, settings.pair_tokens, settings.prefix_tokens
         )
         pairs = join_pairs(self._format, *texts, settings.pair_tokens)
+        self._cross_encoder.check_tokens(pairs[0])
         shape = (len(rows), settings.pair_tokens)
         tokens, types, valid = (np.zeros(shape, part.dtype) for part in pairs)
         for whole, part in zip((tokens, types, valid), pairs, strict=True):
