@@ -21,7 +21,7 @@ from ralm_jax.windows import Schedule, aligned_schedule, make_schedule, stride_c
 from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, PassageRows, Passages
 from retrieval.interchange import import_json
-from retrieval.overlap import OVERLAP_WORDS, overlap
+from retrieval.overlap import OVERLAP_WORDS, PASSAGES_AT_ONCE, overlap
 from retrieval.query import retrieve
 from retrieval.retriever import Retriever, open_index
 from retrieval.table import RetrievalTable, open_retrieval
@@ -289,14 +289,17 @@ def describe(
     begins = np.append(schedule.starts[0], schedule.targets[1:])
     ends = np.append(0, offsets[:, 1])
     ends[-1] = len(text.content)
-    spans = zip(ends[begins].tolist(), ends[schedule.ends].tolist(), strict=True)
-    words = sum(text.words(start, end) for start, end in spans)
+    spans = np.stack([ends[begins], ends[schedule.ends]], axis=1)
+    words = sum(text.words(start, end) for start, end in spans.tolist())
     end, tokens = int(ends[schedule.ends[-1]]), int((schedule.ends - begins).sum())
     about: dict[str, Any] = {"text": text.origin, "tokens": tokens, "words": words}
     used = np.unique(rows[rows >= 0])
     if len(used):
-        encode(used)  # a resumed run has not seen them all
-        shared = overlap(text.content[:end], passages.contents(used))
+        slices = [used[start : start + PASSAGES_AT_ONCE] for start in range(0, len(used), PASSAGES_AT_ONCE)]
+        for some in slices:
+            encode(some)  # a resumed run has not seen them all
+        contents = (content for some in slices for content in passages.contents(some))
+        shared = overlap(text.content[:end], contents, spans)
         about |= {"passages": len(used), "passages_truncated": len(encode.truncated)}
         about |= {"overlap": shared, "overlap_words": OVERLAP_WORDS}
     if encode.truncated:

@@ -360,7 +360,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        fail("the device is out of memory: try a smaller --batch-size or --dtype bfloat16", 1)
+        saving = getattr(command, "saves_memory", "a smaller --batch-size")
+        fail(f"the device is out of memory: try {saving} or --dtype bfloat16", 1)
 
 
 def fail(message: str, code: int) -> None:

@@ -244,6 +244,7 @@ class ReportOptions:
         from eval.report import check_strategies
 
         at_least(1, zero_shot_tokens=self.zero_shot_tokens)
+        at_least(0, seed=self.seed)
         if not self.temperature > 0:
             raise UsageError(f"--temperature {self.temperature}: must be above 0")
         self.compared(ranked=ranked, by_another=by_another)

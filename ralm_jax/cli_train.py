@@ -6,7 +6,15 @@ from typing import Annotated
 import tyro
 
 from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
-from ralm_jax.settings import QuerySettings, RerankerSettings, Split, StrideSettings, TrainSettings, WindowSettings
+from ralm_jax.settings import (
+    QuerySettings,
+    RerankerSettings,
+    Split,
+    StrideSettings,
+    TrainSettings,
+    WindowSettings,
+    at_least,
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,11 @@ class RerankerData:
     def run(self) -> None:
         from ralm_jax.text import read_text
         from retrieval.retriever import open_index
-        from train.collect import collect
+        from train.collect import check_windows, collect
 
-        self.windows.passage_limit(self.strides)  # known before anything is loaded
+        check_windows(self.strides, self.windows)  # known before anything is loaded
+        at_least(1, examples=self.examples)
+        at_least(0, seed=self.seed)
         batch_size, text = self.reader.windows_a_batch(), self.text.read()
         excluded, without = self.exclude.titles(self.text), [read_text(path) for path in self.without]
         index = open_index(self.index)
@@ -120,6 +130,10 @@ class Train:
     @property
     def rerun(self) -> RerunOptions:
         return self.task.rerun
+
+    @property
+    def saves_memory(self) -> str:
+        return "more --micro-batches" if isinstance(self.task, Reranker) else "a smaller --batch-size"
 
     def run(self) -> None:
         self.task.run()

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import models
 
+from ralm_jax import checkpoint
 from ralm_jax.config import ConfigFile
 from ralm_jax.encoder import transformer_folder
 from ralm_jax.errors import RalmError, UsageError
@@ -28,8 +30,9 @@ from ralm_jax.model import (
     warn_of_overflow,
 )
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
-from ralm_jax.models.cross_encoder import states_pair_head
+from ralm_jax.models.cross_encoder import POOLED_BERT, states_pair_head
 from ralm_jax.sharding import on_mesh
+from ralm_jax.sources import open_source
 from ralm_jax.tokenizer import Tokenizer, probe
 
 Keep = Literal["end", "start"]
@@ -50,6 +53,15 @@ class CrossEncoder(Model):
         """
         with on_mesh(self.mesh):
             return compiled_scores(self.graphdef, self.state, tokens, types, valid)
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """
+        Raises:
+            RalmError: it does not know one of them.
+        """
+        highest, known = tokens.max(initial=0), self.config.vocab_size
+        if highest >= known:
+            raise RalmError(f"{self.name}: its tokenizer has a token {highest}, it knows {known}")
 
 
 def pair_scores(
@@ -76,7 +88,8 @@ def load_cross_encoder(
     Args:
         model: a folder with config.json and weights, or a Hugging Face id.
         dtype: of parameters and activations.
-        new_head_seed: for a BERT or RoBERTa that has no head of one label: gives it one, drawn by this seed.
+        new_head_seed: for a BERT or RoBERTa that has no head of one label: gives it one, drawn by this seed; its first
+            layer is BERT's own pooler where there is one, as in transformers.
 
     Raises:
         UsageError: no such model.
@@ -89,7 +102,8 @@ def load_cross_encoder(
     elif new_head_seed is None:
         raise no_head(model, file)
     else:
-        loaded = with_new_head(load_model(model, path, ENCODERS, dtype, mesh), new_head_seed)
+        families = ENCODERS | ({"bert": POOLED_BERT} if has_pooler(path) else {})
+        loaded = with_new_head(load_model(model, path, families, dtype, mesh), new_head_seed)
     warn_of_overflow(loaded)
     return CrossEncoder(**vars(loaded))
 
@@ -120,8 +134,15 @@ def no_head(model: str, file: ConfigFile) -> RalmError:
     )
 
 
+def has_pooler(path: Path) -> bool:
+    """Whether a checkpoint has the layer that BERT's head begins with; one in Orbax's format has what its model has."""
+    return not checkpoint.there(path) and any(
+        name.endswith("pooler.dense.weight") for name in open_source(path).tensors
+    )
+
+
 def with_new_head(encoder: Model, seed: int) -> Model:
-    """`encoder` with a head whose kernels are drawn from N(0, 0.02²)."""
+    """`encoder` with a head; kernels that it lacks are drawn from N(0, 0.02²)."""
     family = CROSS_ENCODERS[encoder.config.model_type]
     config = family.config(**vars(encoder.config))
     made = random_model(family, config, seed=seed, dtype=encoder.dtype, mesh=encoder.mesh)

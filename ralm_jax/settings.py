@@ -154,7 +154,7 @@ class TrainSettings:
     batch_size: int = 32
     """Examples an update."""
     micro_batches: int = 1
-    """Parts that a batch is worked through in, where memory is short; the update is the same."""
+    """Parts that a batch is worked through in, where memory is short; only dropout's draws differ."""
     learning_rate: float = 1e-5
     """At its peak."""
     warmup: float = 0.1
@@ -183,6 +183,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, batch_size=self.batch_size, micro_batches=self.micro_batches)
         at_least(1, check_every=self.check_every, log_every=self.log_every)
+        at_least(0, seed=self.seed)
         for name, low, high in (("warmup", 0, 1), ("dropout", 0, 0.99), ("beta1", 0, 0.9999), ("beta2", 0, 0.9999)):
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")

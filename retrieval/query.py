@@ -23,13 +23,22 @@ def stride_queries(tokens: np.ndarray, begins: np.ndarray, query_length: int, to
     return [tokenizer.decode(tokens[max(0, begin - query_length) : begin]) for begin in begins]
 
 
+def first_characters(offsets: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """(n,) where in the text what is known before tokens `begins` (n,) ends.
+
+    A token may leave out the space before it, which tells of it; and it may begin within a character, which then is not
+    known yet.
+    """
+    return np.minimum(offsets[begins, 0], np.append(0, offsets[:, 1])[begins])
+
+
 def own_queries(
     text: str, begins: np.ndarray, query_length: int, tokenizer: Tokenizer, retriever_tokenizer: Tokenizer
 ) -> list[str]:
     """`stride_queries` with `query_length` counted in the tokens of the retriever's tokenizer."""
     _, offsets = tokenizer.encode_with_offsets(text)
     _, own = retriever_tokenizer.encode_with_offsets(text)
-    targets = offsets[begins, 0]
+    targets = first_characters(offsets, begins)
     last = np.searchsorted(own[:, 1], targets, side="right")  # tokens that end before the target
     starts = np.append(own[:, 0], len(text))[np.maximum(0, last - query_length)]
     return [text[start:target] for start, target in zip(starts.tolist(), targets.tolist(), strict=True)]

@@ -18,9 +18,17 @@ from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import PassageRows
 from retrieval.embedder import BATCH_TOKENS
-from retrieval.query import own_queries
+from retrieval.query import first_characters
 from retrieval.ranking_table import KIND, RankingTable, RankingWriter, open_ranking
 from retrieval.table import RetrievalTable
+
+PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that a reranker may see
+
+
+def prefix_text(text: str, begin: int, prefix_tokens: int) -> str:
+    """The characters before `begin` whose last `prefix_tokens` tokens (`cut_pairs`) are a prefix, in training and
+    afterwards."""
+    return text[max(0, begin - PREFIX_CHARACTERS * prefix_tokens) : begin]
 
 
 def rerank(
@@ -53,7 +61,7 @@ def rerank(
             NaN, or the table cannot be written.
     """
     settings = settings or RerankSettings()
-    tokens = tokenizer.encode(text.content)
+    tokens, offsets = tokenizer.encode_with_offsets(text.content)
     if table.ends[-1] > len(tokens):
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
@@ -65,7 +73,7 @@ def rerank(
         "rows_sha256": sha256(np.ascontiguousarray(table.rows).tobytes()).hexdigest(),
         **rerank_settings(cross_encoder, own, settings),
     }
-    prefixes = own_queries(text.content, table.begins, settings.prefix_tokens, tokenizer, own)
+    begins = first_characters(offsets, table.begins).tolist()
     encode = PassageTokens(passages.contents, own, longest, specials=False)
     folder = Folder.create(location, KIND, made_with, if_exists)
     writer = RankingWriter(folder, table.rows)
@@ -75,7 +83,8 @@ def rerank(
         for chunk in missing:
             rows = table.rows[chunk.start : chunk.stop]
             strides, ranks = np.nonzero(rows >= 0)
-            before = own.encode_batch(prefixes[chunk.start : chunk.stop])
+            characters = begins[chunk.start : chunk.stop]
+            before = own.encode_batch([prefix_text(text.content, at, settings.prefix_tokens) for at in characters])
             pairs = cut_pairs(
                 form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, settings.prefix_tokens
             )
@@ -139,9 +148,7 @@ def score_pairs(
             chosen = rows[start : start + batch]
             filled = np.pad(chosen, (0, batch - len(chosen)), mode="edge")
             arrays = join_pairs(form, [prefixes[i] for i in filled], [passages[i] for i in filled], max_tokens)
-            highest, known = arrays[0].max(), cross_encoder.config.vocab_size
-            if highest >= known:
-                raise RalmError(f"{cross_encoder.name}: its tokenizer has a token {highest}, it knows {known}")
+            cross_encoder.check_tokens(arrays[0])
             waiting.append((chosen, cross_encoder.scores(*(shard_batch(mesh, array) for array in arrays))))
     scores = np.zeros(len(needed), np.float32)
     for chosen, found in waiting:  # the devices compute while the host prepares

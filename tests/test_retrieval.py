@@ -17,7 +17,7 @@ from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, read_corpus
 from retrieval.interchange import export_json, import_json
 from retrieval.overlap import overlap
-from retrieval.query import retrieve, stride_queries
+from retrieval.query import first_characters, retrieve, stride_queries
 from retrieval.retriever import search
 from retrieval.table import open_retrieval
 from tests import tiny
@@ -62,6 +62,15 @@ def test_queries_are_the_tokens_strictly_before_the_target(tokenizer):
     assert queries[0] == ""
     assert queries[1] == tokenizer.decode(tokens[14:20])
     assert queries[2] == tokenizer.decode(tokens[18:24])
+
+
+def test_nothing_is_known_of_what_a_stride_begins_with():
+    """Neither the space that a token has but leaves out of its offsets, nor a character that it begins within."""
+    text = "ba bé der"
+    tokens, offsets = tiny.trimming_tokenizer().encode_with_offsets(text)
+    begins = np.arange(len(tokens))
+    known = [text[:end] for end in first_characters(offsets, begins).tolist()]
+    assert known == ["", "b", "ba", "ba b", "ba b", "ba bé", "ba bé d", "ba bé de"]
 
 
 def test_a_table_holds_what_the_search_finds(tmp_path, index, text, tokenizer):
@@ -298,6 +307,31 @@ class TestOverlap:
         assert overlap(self.TEXT, ["eight seven six five"], run=3) == 0
         assert overlap(self.TEXT, [], run=3) == 0
         assert overlap("", [self.TEXT]) == 0
+
+    def test_of_some_words_of_a_text(self):
+        """The runs go beyond the words that count."""
+        spans = np.array([[0, 0], [4, 7], [15, 24], [38, 41]])  # two | four five | eight
+        assert self.TEXT[15:24] == "four five"
+        assert overlap(self.TEXT, ["one two three four nine"], spans, run=3) == 2 / 4
+        assert overlap(self.TEXT, ["six seven eight"], spans, run=3) == 1 / 4
+        assert overlap(self.TEXT, ["one two", "five six"], spans, run=3) == 0
+        assert overlap(self.TEXT, [self.TEXT], spans, run=8) == 1
+        assert overlap(self.TEXT, [self.TEXT], spans[:0], run=3) == 0
+
+    def test_against_every_run_compared(self, monkeypatch):
+        monkeypatch.setattr("retrieval.overlap.PASSAGES_AT_ONCE", 7)
+        own, rng = tiny.text(2000).split(), np.random.default_rng(0)
+        passages = [" ".join(own[at : at + 12]) for at in rng.integers(0, len(own), 20)] + [tiny.text(200, 3)] * 3
+        bounds = np.sort(rng.choice(len(own), (15, 2), replace=False).ravel()).reshape(-1, 2)
+        ends = np.cumsum([len(word) + 1 for word in own])
+        runs = {tuple(passage.split()[i : i + 4]) for passage in passages for i in range(len(passage.split()) - 3)}
+        covered = np.zeros(len(own), bool)
+        for i in range(len(own) - 3):
+            covered[i : i + 4] |= tuple(own[i : i + 4]) in runs
+        inside = np.concatenate([np.arange(first, last) for first, last in bounds])
+        assert 0.05 < covered[inside].mean() < 0.5
+        found = overlap(" ".join(own), passages, np.append(0, ends)[bounds], run=4)
+        assert found == pytest.approx(covered[inside].mean())
 
     def test_text_without_spaces(self):
         assert overlap("日本語の文章はここにある", ["これは日本語の文章です"], run=5) == 6 / 12

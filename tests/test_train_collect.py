@@ -1,16 +1,20 @@
 """Sampled strides: what is drawn, what is left out, and that their figures are those of the whole text."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from eval.lm import score
+from eval.lm import describe, score
 from ralm_jax import ranking
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
+from ralm_jax.scoring import PassageTokens
 from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
 from ralm_jax.text import Text
+from ralm_jax.windows import make_schedule
 from retrieval.bm25 import build_index
-from retrieval.corpus import Passage
+from retrieval.corpus import Passage, Passages
 from retrieval.overlap import shared_spans
 from retrieval.query import retrieve
 from retrieval.table import open_retrieval
@@ -38,7 +42,8 @@ def index(tmp_path_factory):
 
 
 def sample(text, tokenizer, examples, seed=0, without=()):
-    return sample_strides(text, tokenizer, examples, seed, without, STRIDES, QUERIES)
+    _, offsets = tokenizer.encode_with_offsets(text.content)
+    return sample_strides(text, offsets, examples, seed, without, STRIDES, QUERIES)
 
 
 class TestSample:
@@ -73,6 +78,10 @@ class TestSample:
         assert 0 < found.left_out < found.strides
         # 30 words and 29 spaces, met by queries and targets of 16 tokens at every eighth
         assert found.left_out in (8, 9, 10)
+
+    def test_a_negative_seed(self, text, tokenizer):
+        with pytest.raises(UsageError, match="seed must be at least 0, not -1"):
+            sample(text, tokenizer, 5, seed=-1)
 
     def test_all_left_out(self, text, tokenizer):
         with pytest.raises(RalmError, match="all of them in the texts to be left out"):
@@ -128,11 +137,53 @@ def test_examples_are_the_whole_texts_strides(tmp_path, collected, text, tokeniz
     assert ranking.oracle(some).tolist() == ranking.oracle(scores)[which[1:] - 1].tolist()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": WindowSettings(4, 24, passages_in_window=2)}, "leave --passages-in-window out"),
+        ({"windows": WindowSettings(4, 24, block=16)}, "leave --block out"),
+        ({"windows": WindowSettings(60)}, "no room beside stride 8 and past 60"),
+        ({"strides": StrideSettings(300, 8)}, "a window of 300 is longer than the 256 positions"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_retrieval(tmp_path, text, tokenizer, index, changes, message):
+    with pytest.raises(UsageError, match=message):
+        collect(text, tiny.reader(tiny.GPT2), tokenizer, index, str(tmp_path), examples=5, **SETTINGS | changes)
+    assert not any(tmp_path.iterdir())
+
+
+def test_foreign_tokens_are_refused_before_retrieval(tmp_path, text, tokenizer, index):
+    small = tiny.reader(dataclasses.replace(tiny.GPT2, vocab_size=20))
+    with pytest.raises(RalmError, match=r"gives token \d+, the reader random knows 20"):
+        collect(text, small, tokenizer, index, str(tmp_path), examples=5, **SETTINGS)
+    assert not any(tmp_path.iterdir())
+
+
 def test_denominators_are_of_what_was_scored(collected, text):
     folder, _ = collected
     about = open_scores(str(folder / "scores")).about
     assert about["tokens"] == 64 + 20 * 8
     assert about["words"] == 32 + 20 * 4
+
+
+def test_overlap_is_of_what_was_scored(text, tokenizer, monkeypatch):
+    """Only the sampled strides' words count, and few passages are read at once."""
+    monkeypatch.setattr("eval.lm.PASSAGES_AT_ONCE", 2)
+    words, read = text.content.split(), []
+    schedule = make_schedule(900, STRIDES).only(np.array([20, 60]))
+    copied = " ".join(words[90:130])  # 108 to 111 are the twentieth stride
+    passages = Passages.of([Passage(str(n), "", copied if n == 3 else tiny.text(40, n + 1)) for n in range(5)])
+
+    def contents(rows):
+        read.append(len(rows))
+        return passages.contents(rows)
+
+    encode = PassageTokens(contents, tokenizer, 24, specials=False)
+    _, offsets = tokenizer.encode_with_offsets(text.content)
+    rows = np.arange(6).reshape(2, 3) - 1
+    about = describe(text, offsets, schedule, rows, passages, encode)
+    assert about["overlap"] == 4 / (32 + 4 + 4)
+    assert (about["passages"], about["passages_truncated"], read) == (5, 5, [2, 2, 1])
 
 
 def test_an_interrupted_collection_goes_on(tmp_path, collected, text, tokenizer, index):

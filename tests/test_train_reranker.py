@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -63,7 +65,8 @@ def examples(data, text):
 
 @pytest.fixture(scope="module")
 def maker(init, text, examples):
-    return PairMaker(text, examples[1], load_tokenizer(str(init)), PAIRS)
+    model = load_cross_encoder(str(init), mesh=make_mesh(data=1), new_head_seed=0)
+    return PairMaker(text, examples[1], load_tokenizer(str(init)), model, PAIRS)
 
 
 class TestExamples:
@@ -87,6 +90,22 @@ class TestExamples:
     def test_of_another_text(self, data):
         with pytest.raises(RalmError, match="was made from the text training text, not from other"):
             read_examples(str(data), Text(tiny.text(1500, seed=5), "other"), 4)
+
+    def test_of_passages_that_share_a_window(self, tmp_path, data, text):
+        shutil.copytree(data, tmp_path / "data")
+        manifest = tmp_path / "data" / "scores" / "manifest.json"
+        content = json.loads(manifest.read_text())
+        content["settings"]["passages_in_window"] = 2
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(RalmError, match="was scored with 2 passages in a window together"):
+            read_examples(str(tmp_path / "data"), text, 4)
+
+    def test_without_any_passage(self, data, text, monkeypatch):
+        scores = open_scores(str(data / "scores"))
+        none = dataclasses.replace(scores, passages=np.full_like(scores.passages, -1))
+        monkeypatch.setattr("train.data.open_scores", lambda _: none)
+        with pytest.raises(RalmError, match="none of its 60 strides has a passage to learn from"):
+            read_examples(str(data), text, 4)
 
     def test_fewer_passages_than_asked_for(self, data, text, caplog):
         found, _ = read_examples(str(data), text, 16)
@@ -134,6 +153,14 @@ class TestBatches:
         assert own[14 : 14 + len(passage)] == passage[: 48 - 15].tolist()
         assert (batch.types[0][batch.valid[0]] == 1).argmax() == 14
         np.testing.assert_array_equal(batch.log_probs, found.log_probs[row])
+
+    def test_tokens_that_the_model_does_not_know(self, tmp_path, text, examples):
+        small = tiny.save_encoder(tmp_path / "small", dataclasses.replace(tiny.BERT, vocab_size=20))
+        model = load_cross_encoder(str(small), mesh=make_mesh(data=1), new_head_seed=0)
+        make = PairMaker(text, examples[1], load_tokenizer(str(small)), model, PAIRS)
+        for batches in (held_out_batches(make, examples[0], 8), training_batches(make, examples[0], 8, 0, 0, 1)):
+            with pytest.raises(RalmError, match=r"its tokenizer has a token \d+, it knows 20"):
+                next(batches)
 
     def test_their_order_follows_from_the_seed_and_the_step(self, examples, maker):
         found, _ = examples
@@ -248,6 +275,25 @@ def ranked_begins(data, text):
     return offsets[open_retrieval(str(data / "retrieval")).begins, 0]
 
 
+def test_prefixes_are_read_as_in_training(tmp_path, data, text):
+    """With a tokenizer whose offsets leave spaces out."""
+    folder = tiny.save_cross_encoder(tmp_path / "roberta", dataclasses.replace(tiny.ROBERTA, vocab_size=300))
+    tokenizer = tiny.trimming_tokenizer()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    model = load_cross_encoder(str(folder), mesh=make_mesh(data=1))
+    found, passages = read_examples(str(data), text, 5)
+    maker = PairMaker(text, passages, tokenizer, model, PAIRS)
+    scores = Evaluation(model, maker, found, PAIRS, SETTINGS).scores(model.state)[0]
+    table = open_retrieval(str(data / "retrieval"))
+    ranked = rerank(
+        model, load_tokenizer(str(folder)), table, passages, text, tiny.tokenizer(), str(tmp_path / "ranking"),
+        settings=PAIRS,
+    )  # fmt: skip
+    there = found.rows >= 0
+    own = np.isin(ranked_begins(data, text), found.begins)
+    np.testing.assert_allclose(ranked.scores[own][there], scores[there], atol=1e-5)
+
+
 class TestTraining:
     def test_the_result_is_the_best_checkpoint_and_ranks_as_in_training(self, tmp_path, data, text, init):
         said = []
@@ -261,7 +307,7 @@ class TestTraining:
         checked = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
         assert sorted(checked) == [0, 3, 6]
         held, passages = read_examples(str(data), text, 4)
-        maker = PairMaker(text, passages, load_tokenizer(str(tmp_path / "out" / "model")), PAIRS)
+        maker = PairMaker(text, passages, load_tokenizer(str(tmp_path / "out" / "model")), loaded, PAIRS)
         _, held = split(held, 0.25, 1000, maker.reach)
         found = Evaluation(loaded, maker, held, PAIRS, SETTINGS)(loaded.state)
         assert found["held_out_loss"] == pytest.approx(min(checked.values()), rel=1e-6)
@@ -278,6 +324,21 @@ class TestTraining:
 
         again = train_reranker(str(init), str(data), text, str(tmp_path / "out"), if_exists="resume", **options)
         tiny.assert_same(again.state, trained.state)
+
+    def test_evaluation_needs_no_more_memory_than_a_micro_batch(self, init, examples, maker, monkeypatch):
+        model, sizes = load_cross_encoder(str(init), mesh=make_mesh(data=1), new_head_seed=0), []
+        batches = module.held_out_batches
+
+        def recorded(make, held, size):
+            sizes.append(size)
+            return batches(make, held, size)
+
+        monkeypatch.setattr(module, "held_out_batches", recorded)
+        held = examples[0].only(np.arange(5))
+        settings = (SETTINGS, dataclasses.replace(SETTINGS, micro_batches=4))
+        whole, parts = (Evaluation(model, maker, held, PAIRS, each)(model.state) for each in settings)
+        assert sizes == [8, 2]
+        assert whole == pytest.approx(parts, rel=1e-5)
 
     def test_sizes_that_do_not_fit_are_refused_first(self, tmp_path, data, text, init):
         with pytest.raises(UsageError, match="--pair-tokens 100 is more than the 64 positions"):
@@ -309,6 +370,14 @@ def test_the_commands(tmp_path, monkeypatch, capsys, tiny_model, init, text):
         return code, capsys.readouterr()
 
     assert ralm("index", "--corpus", "corpus.jsonl", "--out", "index")[0] == 0
+    files = ["--text", "text.txt", "--out", "new"]
+    for command in (
+        ["train", "reranker-data", "--model", tiny_model, "--index", "index", *files],
+        ["train", "reranker", "--init", init, "--data", "data", *files],
+        ["report", "--scores", "data/scores"],
+    ):
+        code, told = ralm(*command, "--seed", -1)
+        assert (code, told.err) == (2, "ralm: error: seed must be at least 0, not -1\n")
     collecting = ["train", "reranker-data", "--model", tiny_model, "--text", "text.txt", "--index", "index",
                   "--out", "data", "--examples", 40, "--k", 3, "--window", 64, "--stride", 8, "--past", 4,
                   "--without", "evaluated.txt"]  # fmt: skip
@@ -330,6 +399,14 @@ def test_the_commands(tmp_path, monkeypatch, capsys, tiny_model, init, text):
     assert load_tokenizer("out/model").fingerprint == load_tokenizer(str(init)).fingerprint
     code, told = ralm(*training)
     assert (code, told.err.count("\n")) == (2, 1)
+
+    def exhausted(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "train", exhausted)
+        code, told = ralm(*training)
+    assert (code, "out of memory: try more --micro-batches or --dtype bfloat16" in told.err) == (1, True)
     code, told = ralm(*training, "--resume", "--seed", 3)
     assert code == 1
     assert "was made with other settings" in told.err

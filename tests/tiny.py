@@ -95,6 +95,21 @@ def backend(*, bos: bool = False) -> tokenizers.Tokenizer:
     return made
 
 
+def trimming_tokenizer() -> Tokenizer:
+    """RoBERTa's kind: byte-level, a space belongs to the word behind it, but not to the word's offsets."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<s>", "</s>", *alphabet, *(f"Ġ{letter}" for letter in "bdfklmnprst")]
+    merges = [("Ġ", piece[1:]) for piece in pieces if len(piece) == 2 and piece[0] == "Ġ"]
+    made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = processors.RobertaProcessing(
+        ("</s>", 1), ("<s>", 0), trim_offsets=True, add_prefix_space=False
+    )
+    return Tokenizer(made, (0,), (1,), "trimming")
+
+
 def text(tokens: int, seed: int = 0) -> str:
     """A text of `tokens` tokens: words and spaces."""
     words = np.random.default_rng(seed).choice(WORDS, (tokens + 1) // 2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.lm import score
-from ralm_jax.errors import RalmError
+from eval.lm import check_reader, score
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
 from ralm_jax.text import Text
@@ -69,7 +69,10 @@ def collect(
         UsageError: `out` is taken and `if_exists` refuses; or as `retrieve` and `score` do.
         RalmError: no stride is left; or as these do.
     """
-    sample = sample_strides(text, tokenizer, examples, seed, without, strides, queries)
+    check_windows(strides, windows)
+    tokens, offsets = tokenizer.encode_with_offsets(text.content)
+    check_reader(text, reader, tokenizer, tokens, strides.window)
+    sample = sample_strides(text, offsets, examples, seed, without, strides, queries)
     table = retrieve(
         index,
         text,
@@ -99,9 +102,22 @@ def collect(
     return sample
 
 
+def check_windows(strides: StrideSettings, windows: WindowSettings) -> None:
+    """Refuses what cannot be scored for a reranker to learn from, before anything is retrieved.
+
+    Raises:
+        UsageError: windows that passages or strides share, or that have no room for a passage.
+    """
+    if windows.passages_in_window > 1:
+        raise UsageError("a reranker learns what each passage is worth alone; leave --passages-in-window out")
+    if windows.block_strides(strides) > 1:
+        raise UsageError("a sample of strides has no neighbours to share windows with; leave --block out")
+    windows.passage_limit(strides)
+
+
 def sample_strides(
     text: Text,
-    tokenizer: Tokenizer,
+    offsets: np.ndarray,
     examples: int,
     seed: int,
     without: Sequence[Text],
@@ -111,12 +127,16 @@ def sample_strides(
     """`examples` strides after the first window, drawn by `seed` from those whose query and target have no run of words
     that a text of `without` has too.
 
+    Args:
+        offsets: (L, 2) characters of the text's tokens, first and one past the last.
+
     Raises:
+        UsageError: none is asked for, or the seed is negative.
         RalmError: there is none.
     """
     at_least(1, examples=examples)
-    tokens, offsets = tokenizer.encode_with_offsets(text.content)
-    whole = make_schedule(len(tokens), strides)
+    at_least(0, seed=seed)
+    whole = make_schedule(len(offsets), strides)
     candidates = np.arange(1, len(whole))
     first, last = offsets[np.maximum(0, whole.targets - queries.query_length), 0], offsets[whole.ends - 1, 1]
     spans = shared_spans(text.content, [other.content for other in without])

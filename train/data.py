@@ -10,18 +10,18 @@ import jax
 import numpy as np
 
 from eval.lm import open_retrieved
-from ralm_jax.cross_encoder import cut_pairs, join_pairs, pair_format
+from ralm_jax.cross_encoder import CrossEncoder, cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.score_table import open_scores
 from ralm_jax.settings import RerankerSettings
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
 from retrieval.corpus import PassageRows
+from retrieval.reranker import PREFIX_CHARACTERS, prefix_text
 from train.collect import RETRIEVAL, SCORES
 
 log = logging.getLogger("ralm")
 
-PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that the reranker may see
 THREADS = 2  # that make batches while the device computes
 
 
@@ -63,7 +63,7 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
 
     Raises:
         UsageError: there are none, or their index has gone.
-        RalmError: they are of another text, or not complete.
+        RalmError: they are of another text, not complete, or without passages.
     """
     table, passages = open_retrieved(str(Path(location) / RETRIEVAL), index)
     scores = open_scores(str(Path(location) / SCORES))
@@ -71,14 +71,22 @@ def read_examples(location: str, text: Text, k: int, index: str | None = None) -
         raise RalmError(f"{location}: was made from the text {table.about['text']}, not from {text.origin}")
     if scores.settings["retrieval"] != table.settings:
         raise RalmError(f"{location}: its scores are not those of its retrieval; repeat `ralm train reranker-data`")
+    together = scores.settings.get("passages_in_window", 1)
+    if together > 1:
+        raise RalmError(
+            f"{location}: was scored with {together} passages in a window together, but a reranker ranks them one by "
+            "one; make the examples anew"
+        )
     rows = scores.passages[:, :k]
     if k > scores.passages.shape[1]:
         log.warning("%s has %d passages a stride; training with these, not %d", location, rows.shape[1], k)
     begins, ends = table.begins[1:], table.ends[1:]
     summed = np.asarray(np.nansum(scores.target[:, : 1 + k], axis=2, dtype=np.float64), np.float32)
     found = (rows >= 0).any(axis=1)
+    if not found.any():
+        raise RalmError(f"{location}: none of its {len(rows)} strides has a passage to learn from")
     return Examples(
-        scores.token_ends[begins - 1][found],
+        scores.begins[found],
         scores.token_ends[ends - 1][found],
         (ends - begins)[found],
         rows[found],
@@ -129,22 +137,34 @@ class PairMaker:
         UsageError: the prefix leaves a passage no room.
     """
 
-    def __init__(self, text: Text, passages: PassageRows, tokenizer: Tokenizer, settings: RerankerSettings):
+    def __init__(
+        self,
+        text: Text,
+        passages: PassageRows,
+        tokenizer: Tokenizer,
+        cross_encoder: CrossEncoder,
+        settings: RerankerSettings,
+    ):
         self._text, self._passages, self._tokenizer, self._settings = text.content, passages, tokenizer, settings
+        self._cross_encoder = cross_encoder
         self._format, self.reach = pair_format(tokenizer), PREFIX_CHARACTERS * settings.prefix_tokens
         cut_pairs(self._format, [], [], settings.pair_tokens, settings.prefix_tokens)  # refuses what cannot fit
 
     def __call__(self, examples: Examples, row: int) -> Batch:
-        """Example `row`, without the batch axis."""
+        """Example `row`, without the batch axis.
+
+        Raises:
+            RalmError: the cross-encoder does not know a token.
+        """
         settings, rows = self._settings, examples.rows[row]
         there = rows >= 0
-        begin = int(examples.begins[row])
-        before = self._text[max(0, begin - self.reach) : begin]
+        before = prefix_text(self._text, int(examples.begins[row]), settings.prefix_tokens)
         prefix, *passages = self._tokenizer.encode_batch([before, *self._passages.contents(rows[there])])
         texts = cut_pairs(
             self._format, [prefix] * len(passages), passages, settings.pair_tokens, settings.prefix_tokens
         )
         pairs = join_pairs(self._format, *texts, settings.pair_tokens)
+        self._cross_encoder.check_tokens(pairs[0])
         shape = (len(rows), settings.pair_tokens)
         tokens, types, valid = (np.zeros(shape, part.dtype) for part in pairs)
         for whole, part in zip((tokens, types, valid), pairs, strict=True):

@@ -62,7 +62,7 @@ def train_reranker(
         )
     tokenizer = load_tokenizer(init)
     examples, passages = read_examples(data, text, reranker.k, index)
-    make = PairMaker(text, passages, tokenizer, reranker)
+    make = PairMaker(text, passages, tokenizer, model, reranker)
     training, held = split(examples, reranker.held_out, reranker.held_out_limit, make.reach)
     announce(
         f"{len(training):,} examples to train on, {len(held):,} held out; {examples.without_passage:,} have no passage"
@@ -131,7 +131,8 @@ class Evaluation:
         reranker: RerankerSettings,
         settings: TrainSettings,
     ):
-        self._mesh, self._make, self._examples, self._size = model.mesh, make, examples, settings.batch_size
+        self._mesh, self._make, self._examples = model.mesh, make, examples
+        self._size = settings.batch_size // settings.micro_batches  # what fits into memory
         each, dtype = make_loss(reranker.loss, reranker.temperature), DTYPES[settings.dtype]
 
         @jax.jit

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ralm_jax.config import ConfigFile
 from ralm_jax.keys import Family, linear
 from ralm_jax.layers import Dropout, Linear
-from ralm_jax.models.encoder import KEYS, Bert, BertConfig, RobertaConfig, cls_pool
+from ralm_jax.models.encoder import BERT, KEYS, Bert, BertConfig, RobertaConfig, cls_pool
 
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
@@ -39,12 +39,19 @@ def states_pair_head(file: ConfigFile) -> bool:
     return count == 1 and any(str(name).endswith("ForSequenceClassification") for name in classes)
 
 
-class PairBert(Bert):
+class PooledBert(Bert):
+    """With the pooler that BERT has from pre-training, and that a new head starts from."""
+
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         super().__init__(config, rngs=rngs, dtype=dtype)
         size = config.hidden_size
         self.dense = Linear({"embed": size}, {"pooled": size}, bias=True, rngs=rngs, dtype=dtype)
-        self.out = Linear({"pooled": size}, {"label": 1}, bias=True, rngs=rngs, dtype=dtype)
+
+
+class PairBert(PooledBert):
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        super().__init__(config, rngs=rngs, dtype=dtype)
+        self.out = Linear({"pooled": config.hidden_size}, {"label": 1}, bias=True, rngs=rngs, dtype=dtype)
 
     def scores(
         self,
@@ -63,6 +70,8 @@ class PairBert(Bert):
 
 IGNORED = (r"cls\..*", r"lm_head\..*", r"embeddings\.(position_ids|token_type_ids)")
 
+POOLER = linear("pooler.dense", "dense")
+
 BERT_PAIR = Family(
     name="BERT",
     config=BertPairConfig,
@@ -70,12 +79,16 @@ BERT_PAIR = Family(
     prefixes=("bert.", ""),
     keys=(
         *KEYS,
-        *linear("pooler.dense", "dense"),
+        *POOLER,
         *linear("classifier", "out", prefixed=False),
     ),
     ignored=IGNORED,
     variants="classifiers of pairs with one label, as sentence-transformers' cross-encoders are",
     sizes={},
+)
+
+POOLED_BERT = dataclasses.replace(
+    BERT, model=PooledBert, keys=(*KEYS, *POOLER), ignored=(*IGNORED, r"classifier\..*"), sizes={}
 )
 
 ROBERTA_PAIR = Family(

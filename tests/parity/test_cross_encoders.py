@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from flax import nnx
 from tokenizers import processors
 
 from ralm_jax.convert import convert
@@ -97,6 +98,23 @@ def test_converted_it_keeps_its_head(pair, tmp_path):
     convert(str(tmp_path / "hf"), str(tmp_path / "orbax"), "orbax")
     again = load_cross_encoder(str(tmp_path / "orbax"), mesh=make_mesh(data=1))
     np.testing.assert_array_equal(again.scores(*batch(model)), ours.scores(*batch(model)))
+
+
+@pytest.mark.parametrize("kind", [transformers.BertModel, transformers.BertForPreTraining])
+def test_a_new_head_starts_from_the_pooler(kind, tmp_path):
+    """As BertForSequenceClassification does; only the classifier is drawn."""
+    torch.manual_seed(0)
+    randomised(kind(transformers.BertConfig(**SIZES, type_vocab_size=2))).save_pretrained(tmp_path)
+    model = transformers.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
+    ours, other = (load_cross_encoder(str(tmp_path), mesh=make_mesh(data=1), new_head_seed=seed) for seed in (0, 1))
+    tiny.assert_same(nnx.State({"dense": ours.state["dense"]}), nnx.State({"dense": other.state["dense"]}))
+    assert not np.allclose(ours.state["out"]["kernel"][...], other.state["out"]["kernel"][...])
+    with torch.no_grad():
+        model.classifier.weight.copy_(torch.tensor(np.asarray(ours.state["out"]["kernel"][...]).T))
+        model.classifier.bias.zero_()
+    expected = torch_scores(model, *batch(model))
+    assert expected.std() > 1e-3
+    np.testing.assert_allclose(ours.scores(*batch(model)), expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
