@@ -207,6 +207,7 @@ class TestStep:
         assert step._cache_size() == 1
         assert np.isfinite(float(told["loss"]))
 
+    @pytest.mark.slow
     def test_micro_batches_and_devices_make_the_same_update(self, init, examples, maker):
         batch = next(training_batches(maker, examples[0], 8, 0, 0, 1))
         found = []
@@ -244,6 +245,7 @@ def test_choices_are_those_of_the_table(data, examples):
     assert nll == pytest.approx(-target.sum(dtype=np.float64) / examples[0].tokens.sum(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_it_learns_which_passage_helps(init, examples, maker):
     """Where passages with a certain word help, it finds these on strides that it has not seen."""
     found, passages = examples
@@ -295,6 +297,7 @@ def test_prefixes_are_read_as_in_training(tmp_path, data, text):
 
 
 class TestTraining:
+    @pytest.mark.slow
     def test_the_result_is_the_best_checkpoint_and_ranks_as_in_training(self, tmp_path, data, text, init):
         said = []
         options = {"settings": SETTINGS, "reranker": PAIRS, "mesh": make_mesh(data=1), "announce": said.append}
