@@ -1,5 +1,6 @@
 """Predictive reranking (section 6.2): a cross-encoder scores every retrieved passage for the prefix of its stride."""
 
+import logging
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -10,7 +11,7 @@ from tqdm import tqdm
 from ralm_jax.cross_encoder import BUCKET, CrossEncoder, PairFormat, cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.scoring import PassageTokens
-from ralm_jax.settings import IfExists, RerankSettings
+from ralm_jax.settings import PREFIX_TOKENS, IfExists, RerankSettings
 from ralm_jax.sharding import batch_multiple, shard_batch
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
@@ -20,6 +21,8 @@ from retrieval.embedder import BATCH_TOKENS
 from retrieval.query import first_characters
 from retrieval.ranking_table import KIND, RankingTable, RankingWriter, open_ranking
 from retrieval.table import RetrievalTable
+
+log = logging.getLogger("ralm")
 
 PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that a reranker may see
 
@@ -64,9 +67,9 @@ def rerank(
     if table.ends[-1] > len(tokens):
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
-    longest = min(settings.pair_tokens or cross_encoder.config.max_positions, cross_encoder.config.max_positions)
+    prefix_tokens, longest = reading_sizes(cross_encoder, settings)
     form = pair_format(own)
-    cut_pairs(form, [], [], longest, settings.prefix_tokens)  # refuses what cannot fit
+    cut_pairs(form, [], [], longest, prefix_tokens)  # refuses what cannot fit
 
     made_with = {
         "text_sha256": text.fingerprint,
@@ -76,7 +79,7 @@ def rerank(
         "reranker_sha256": cross_encoder.fingerprint,
         "reranker_tokenizer_sha256": own.fingerprint,
         "dtype": cross_encoder.dtype,
-        "prefix_tokens": settings.prefix_tokens,
+        "prefix_tokens": prefix_tokens,
         "pair_tokens": longest,
     }
     begins = first_characters(offsets, table.begins).tolist()
@@ -90,10 +93,8 @@ def rerank(
             rows = table.rows[chunk.start : chunk.stop]
             strides, ranks = np.nonzero(rows >= 0)
             characters = begins[chunk.start : chunk.stop]
-            before = own.encode_batch([prefix_text(text.content, at, settings.prefix_tokens) for at in characters])
-            pairs = cut_pairs(
-                form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, settings.prefix_tokens
-            )
+            before = own.encode_batch([prefix_text(text.content, at, prefix_tokens) for at in characters])
+            pairs = cut_pairs(form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, prefix_tokens)
             scores = np.full(rows.shape, -np.inf, np.float32)
             scores[strides, ranks] = score_pairs(cross_encoder, form, *pairs, longest, batch_size)
             writer.write(chunk, scores)
@@ -101,6 +102,18 @@ def rerank(
     folder.about.update(reranker=cross_encoder.name, retrieved=table.origin, text=text.origin)
     folder.write_manifest()
     return open_ranking(location)
+
+
+def reading_sizes(cross_encoder: CrossEncoder, settings: RerankSettings) -> tuple[int, int]:
+    """Tokens of a prefix and of a pair: as `settings` ask, else as in training, else 128 and the model's positions."""
+    trained, positions = cross_encoder.trained_with, cross_encoder.config.max_positions
+    for name, value in trained.items():
+        asked = getattr(settings, name)
+        if asked not in (None, value):
+            option = name.replace("_", "-")
+            log.warning("%s was trained with --%s %d, not %d", cross_encoder.name, option, value, asked)
+    prefix_tokens = settings.prefix_tokens or trained.get("prefix_tokens", PREFIX_TOKENS)
+    return prefix_tokens, min(settings.pair_tokens or trained.get("pair_tokens", positions), positions)
 
 
 def score_pairs(
