@@ -114,8 +114,7 @@ class Reranker:
             if_exists=self.rerun.if_exists,
             announce=lambda line: print(line, flush=True),
         )
-        sizes = f"--prefix-tokens {self.reranker.prefix_tokens} --pair-tokens {self.reranker.pair_tokens}"
-        print(f"The reranker, for `ralm rerank --reranker {self.out}/{MODEL} {sizes}`, is there.")
+        print(f"The reranker, for `ralm rerank --reranker {self.out}/{MODEL}`, is there.")
 
 
 @dataclass(frozen=True)

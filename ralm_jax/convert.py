@@ -3,18 +3,19 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ralm_jax import checkpoint, weights
-from ralm_jax.config import ConfigFile
 from ralm_jax.encoder import stated_recipe, transformer_folder, write_recipe
 from ralm_jax.errors import UsageError
 from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.model import DTYPES, abstract, config_file, family_of, load_model
 from ralm_jax.models import ENCODERS, families_for
+from ralm_jax.models.cross_encoder import TRAINED_WITH
 from ralm_jax.sharding import make_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.sources.base import FLOATS
@@ -23,6 +24,7 @@ from ralm_jax.tokenizer import load_tokenizer
 
 Format = Literal["hf", "orbax"]
 SHARD_BYTES = 1 << 30
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", TRAINED_WITH)
 
 
 def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
@@ -57,7 +59,7 @@ def convert(model: str, out: str, to: Format, dtype: str | None = None) -> None:
             checkpoint.save(folder, loaded.state)
             weights.write_config(folder, loaded.config)
 
-    add_token_ids(folder / "config.json", file)
+    keep_stated(folder / "config.json", file.values)
     if tokenizer is not None:
         tokenizer.save(folder)
     for name in (*TOKENIZER_FILES, "generation_config.json"):
@@ -106,7 +108,8 @@ def has_tokenizer(path: Path) -> bool:
     return open_gguf(path).get("tokenizer.ggml.model") is not None
 
 
-def add_token_ids(path: Path, source: ConfigFile) -> None:
-    """Keeps the ids of special tokens, which generation needs, in a converted config.json."""
-    ids = {key: source.values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source.values}
-    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n", encoding="utf-8")
+def keep_stated(path: Path, values: Mapping[str, Any]) -> None:
+    """Keeps in a new config.json what no model here needs: the ids of special tokens, which generation needs, and what
+    a reranker was trained with."""
+    kept = {key: values[key] for key in KEPT if key in values}
+    path.write_text(json.dumps(json.loads(path.read_text()) | kept, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 6.2)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,8 @@ from ralm_jax.model import (
     warn_of_overflow,
 )
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
-from ralm_jax.models.cross_encoder import POOLED_BERT, states_pair_head
+from ralm_jax.models.cross_encoder import POOLED_BERT, TRAINED_WITH, states_pair_head
+from ralm_jax.settings import RerankSettings
 from ralm_jax.sharding import on_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.tokenizer import Tokenizer, probe
@@ -41,7 +42,13 @@ BUCKET = 64  # lengths are multiples of it
 
 @dataclass(frozen=True)
 class CrossEncoder(Model):
-    """A BERT or RoBERTa with a classification head of one label."""
+    """A BERT or RoBERTa with a classification head of one label.
+
+    Attributes:
+        trained_with: the `RerankSettings` of its training by name; empty where they are not known.
+    """
+
+    trained_with: dict[str, int] = field(default_factory=dict)
 
     def scores(
         self, tokens: Int[Array, "B T"], types: Int[Array, "B T"], valid: Bool[Array, "B T"]
@@ -105,7 +112,15 @@ def load_cross_encoder(
         families = ENCODERS | ({"bert": POOLED_BERT} if has_pooler(path) else {})
         loaded = with_new_head(load_model(model, path, families, dtype, mesh), new_head_seed)
     warn_of_overflow(loaded)
-    return CrossEncoder(**vars(loaded))
+    return CrossEncoder(**vars(loaded), trained_with=trained_with(file))
+
+
+def trained_with(file: ConfigFile) -> dict[str, int]:
+    """`CrossEncoder.trained_with` as a config.json states it; transformers keeps what it does not know."""
+    stated = file.values.get(TRAINED_WITH)
+    listed = stated.items() if isinstance(stated, dict) else ()
+    known = vars(RerankSettings())
+    return {name: value for name, value in listed if name in known and isinstance(value, int) and value > 0}
 
 
 def unloaded_cross_encoder(model: str, *, dtype: str = "float32") -> CrossEncoder:
@@ -119,7 +134,8 @@ def unloaded_cross_encoder(model: str, *, dtype: str = "float32") -> CrossEncode
     file = config_file(path)
     if not states_pair_head(file):
         raise no_head(model, file)
-    return CrossEncoder(**vars(unloaded_model(model, path, CROSS_ENCODERS, dtype, None)))
+    unloaded = unloaded_model(model, path, CROSS_ENCODERS, dtype, None)
+    return CrossEncoder(**vars(unloaded), trained_with=trained_with(file))
 
 
 def no_head(model: str, file: ConfigFile) -> RalmError:

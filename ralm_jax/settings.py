@@ -19,6 +19,7 @@ QuestionDataset = Literal["nq", "triviaqa"]
 Split = Literal["test", "validation", "train"]
 RerankerLoss = Literal["marginal", "kl"]
 Decay = Literal["linear", "cosine", "constant"]
+PREFIX_TOKENS = 128  # that a reranker reads
 
 
 def at_least(minimum: int, **values: int | None) -> None:
@@ -134,12 +135,12 @@ class WindowSettings:
 class RerankSettings:
     """What of a text and a passage a reranker reads."""
 
-    prefix_tokens: int = 128
-    """Tokens of the reranker's own before the target that it reads: long enough to say what the text is about, and a
-    passage of 100 words nearly always fits beside them in 320. A reranker should read what it was trained with."""
+    prefix_tokens: int | None = None
+    """Tokens of the reranker's own before the target that it reads. Default: as it was trained, or 128 where that
+    is not known."""
     pair_tokens: int | None = None
-    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end. Default:
-    the reranker's positions."""
+    """Tokens that prefix and passage may have together, special tokens included; the passage loses its end. Default: as
+    it was trained, or the reranker's positions."""
 
     def __post_init__(self) -> None:
         at_least(1, prefix_tokens=self.prefix_tokens, pair_tokens=self.pair_tokens)
@@ -200,6 +201,9 @@ class RerankerSettings(RerankSettings):
 
     k: int = 16
     """Passages a stride."""
+    prefix_tokens: int = PREFIX_TOKENS
+    """Tokens of the reranker's own before the target that it reads: long enough to say what the text is about, and a
+    passage of 100 words nearly always fits beside them in 320."""
     pair_tokens: int = 320
     """Tokens that prefix and passage may have together, special tokens included; the passage loses its end."""
     held_out: float = 0.1
@@ -218,3 +222,5 @@ class RerankerSettings(RerankSettings):
             raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature must be above 0, not {self.temperature}")
+        if self.loss != "kl" and self.temperature != 1:
+            raise UsageError("--temperature is for --loss kl")

@@ -1,5 +1,6 @@
 """Predictive reranking (section 6.2): a cross-encoder scores every retrieved passage for the prefix of its stride."""
 
+import logging
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from ralm_jax.cross_encoder import BUCKET, CrossEncoder, PairFormat, cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.scoring import PassageTokens
-from ralm_jax.settings import IfExists, RerankSettings
+from ralm_jax.settings import PREFIX_TOKENS, IfExists, RerankSettings
 from ralm_jax.sharding import batch_multiple, shard_batch
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
@@ -21,6 +22,8 @@ from retrieval.embedder import BATCH_TOKENS
 from retrieval.query import first_characters
 from retrieval.ranking_table import KIND, RankingTable, RankingWriter, open_ranking
 from retrieval.table import RetrievalTable
+
+log = logging.getLogger("ralm")
 
 PREFIX_CHARACTERS = 16  # of the text before a target, for each token of it that a reranker may see
 
@@ -65,7 +68,8 @@ def rerank(
     if table.ends[-1] > len(tokens):
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
-    form, longest = checked_format(cross_encoder, own, settings)
+    warn_of_other_sizes(cross_encoder, settings)
+    form, prefix_tokens, longest = checked_format(cross_encoder, own, settings)
     made_with = {
         "text_sha256": text.fingerprint,
         "tokenizer_sha256": tokenizer.fingerprint,
@@ -84,10 +88,8 @@ def rerank(
             rows = table.rows[chunk.start : chunk.stop]
             strides, ranks = np.nonzero(rows >= 0)
             characters = begins[chunk.start : chunk.stop]
-            before = own.encode_batch([prefix_text(text.content, at, settings.prefix_tokens) for at in characters])
-            pairs = cut_pairs(
-                form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, settings.prefix_tokens
-            )
+            before = own.encode_batch([prefix_text(text.content, at, prefix_tokens) for at in characters])
+            pairs = cut_pairs(form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, prefix_tokens)
             scores = np.full(rows.shape, -np.inf, np.float32)
             scores[strides, ranks] = score_pairs(cross_encoder, form, *pairs, longest, batch_size)
             writer.write(chunk, scores)
@@ -97,26 +99,44 @@ def rerank(
     return open_ranking(location)
 
 
-def checked_format(cross_encoder: CrossEncoder, own: Tokenizer, settings: RerankSettings) -> tuple[PairFormat, int]:
-    """How pairs are joined, and the most tokens that one may have.
+def reading_sizes(cross_encoder: CrossEncoder, settings: RerankSettings) -> tuple[int, int]:
+    """Tokens of a prefix and of a pair: as `settings` ask, else as in training, else 128 and the model's positions."""
+    trained, positions = cross_encoder.trained_with, cross_encoder.config.max_positions
+    prefix_tokens = settings.prefix_tokens or trained.get("prefix_tokens", PREFIX_TOKENS)
+    return prefix_tokens, min(settings.pair_tokens or trained.get("pair_tokens", positions), positions)
+
+
+def warn_of_other_sizes(cross_encoder: CrossEncoder, settings: RerankSettings) -> None:
+    for name, value in cross_encoder.trained_with.items():
+        asked = getattr(settings, name)
+        if asked not in (None, value):
+            option = name.replace("_", "-")
+            log.warning("%s was trained with --%s %d, not %d", cross_encoder.name, option, value, asked)
+
+
+def checked_format(
+    cross_encoder: CrossEncoder, own: Tokenizer, settings: RerankSettings
+) -> tuple[PairFormat, int, int]:
+    """How pairs are joined, and the most tokens that a prefix and a pair may have.
 
     Raises:
         UsageError: lengths that do not fit.
     """
-    longest = min(settings.pair_tokens or cross_encoder.config.max_positions, cross_encoder.config.max_positions)
+    prefix_tokens, longest = reading_sizes(cross_encoder, settings)
     form = pair_format(own)
-    cut_pairs(form, [], [], longest, settings.prefix_tokens)
-    return form, longest
+    cut_pairs(form, [], [], longest, prefix_tokens)
+    return form, prefix_tokens, longest
 
 
 def rerank_settings(cross_encoder: CrossEncoder, own: Tokenizer, settings: RerankSettings) -> dict[str, Any]:
     """What a RankingTable is a function of, beside what is ranked."""
+    prefix_tokens, longest = reading_sizes(cross_encoder, settings)
     return {
         "reranker_sha256": cross_encoder.fingerprint,
         "reranker_tokenizer_sha256": own.fingerprint,
         "dtype": cross_encoder.dtype,
-        "prefix_tokens": settings.prefix_tokens,
-        "pair_tokens": checked_format(cross_encoder, own, settings)[1],
+        "prefix_tokens": prefix_tokens,
+        "pair_tokens": longest,
     }
 
 

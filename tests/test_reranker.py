@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eval.lm import open_retrieved
+from ralm_jax.convert import convert
 from ralm_jax.cross_encoder import compiled_scores, load_cross_encoder
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.score_table import open_scores
@@ -137,6 +139,23 @@ def test_nothing_is_mixed(tmp_path, folder, model, retrieved):
     with pytest.raises(RalmError, match="was retrieved with the tokenizer of"):
         run(tmp_path / "a", folder, model, retrieved, tokenizer=tiny.tokenizer(bos=True))
     assert not (tmp_path / "a").exists()
+
+
+def test_it_reads_as_in_training_by_default(tmp_path, folder, model, retrieved, caplog):
+    trained = shutil.copytree(folder, tmp_path / "trained")
+    tiny.edit_config(trained, ralm={"prefix_tokens": 20, "pair_tokens": 40, "other": "x"})
+    convert(str(trained), str(tmp_path / "orbax"), "orbax")
+    for own in (trained, tmp_path / "orbax"):
+        loaded = load_cross_encoder(str(own))
+        assert loaded.trained_with == {"prefix_tokens": 20, "pair_tokens": 40}
+        assert reranker.reading_sizes(loaded, RerankSettings()) == (20, 40)
+    made = run(tmp_path, folder, loaded, retrieved, settings=RerankSettings())
+    assert not caplog.records
+    asked = run(tmp_path / "asked", folder, model, retrieved, settings=RerankSettings(20, 40))
+    np.testing.assert_array_equal(made.scores, asked.scores)
+    assert reranker.reading_sizes(loaded, RerankSettings(20, 50)) == (20, 50)
+    assert "was trained with --pair-tokens 40, not 50" in caplog.text
+    assert reranker.reading_sizes(model, RerankSettings()) == (128, 64)
 
 
 def test_what_cannot_be(tmp_path, folder, model, retrieved):

@@ -343,6 +343,25 @@ class TestTraining:
         assert sizes == [8, 2]
         assert whole == pytest.approx(parts, rel=1e-5)
 
+    def test_an_overwritten_run_leaves_no_model(self, tmp_path, data, text, init, monkeypatch):
+        options = {"settings": dataclasses.replace(SETTINGS, steps=1), "reranker": PAIRS, "mesh": make_mesh(data=1)}
+        folder = str(tmp_path / "out")
+        train_reranker(str(init), str(data), text, folder, **options)
+        assert (tmp_path / "out" / "model").is_dir()
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("train.loop.run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_reranker(str(init), str(data), text, folder, if_exists="overwrite", **options)
+        assert not (tmp_path / "out" / "model").exists()
+
+    def test_a_temperature_is_for_kl(self):
+        assert RerankerSettings(loss="kl", temperature=2).temperature == 2
+        with pytest.raises(UsageError, match="--temperature is for --loss kl"):
+            RerankerSettings(temperature=2)
+
     def test_sizes_that_do_not_fit_are_refused_first(self, tmp_path, data, text, init):
         with pytest.raises(UsageError, match="--pair-tokens 100 is more than the 64 positions"):
             train_reranker(
@@ -397,7 +416,8 @@ def test_the_commands(tmp_path, monkeypatch, capsys, tiny_model, init, text):
                 "--check-every", 1, "--learning-rate", 1e-3, "--dropout", 0]  # fmt: skip
     code, told = ralm(*training)
     assert code == 0, told.err
-    assert "`ralm rerank --reranker out/model --prefix-tokens 12 --pair-tokens 48`" in told.out.splitlines()[-1]
+    assert "`ralm rerank --reranker out/model`" in told.out.splitlines()[-1]
+    assert load_cross_encoder("out/model").trained_with == {"prefix_tokens": 12, "pair_tokens": 48}
     assert "\r" not in told.out + told.err
     assert load_tokenizer("out/model").fingerprint == load_tokenizer(str(init)).fingerprint
     code, told = ralm(*training)

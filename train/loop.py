@@ -8,6 +8,7 @@ import csv
 import functools
 import io
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Task:
         evaluate: figures of (params) on held-out examples; the lowest `BEST_BY` makes the best checkpoint. None where
             nothing is held out: then it is the last.
         identity: what the run is a function of beside its settings; a run is resumed only where it agrees.
+        result: the folder in the run's that is written when it is done; overwriting a run removes it first.
     """
 
     params: Any
@@ -64,6 +66,7 @@ class Task:
     batches: Callable[[int], Iterable[Batch]]
     evaluate: Callable[[Any], Mapping[str, float]] | None
     identity: dict[str, Any]
+    result: str = "model"
 
 
 def new_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
@@ -160,6 +163,8 @@ def train(
         raise UsageError(f"{location}: training needs a local folder")
     folder = Folder.create(location, KIND, run_settings(settings) | task.identity, if_exists)
     root = Path(location).expanduser()
+    if if_exists == "overwrite":
+        shutil.rmtree(root / task.result, ignore_errors=True)
     state = new_state(task.params, make_optimizer(settings), task.mesh)
     with Checkpoints(root / CHECKPOINTS, fresh=if_exists != "resume") as checkpoints:
         done = checkpoints.latest()

@@ -12,14 +12,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ralm_jax.convert import add_token_ids
+from ralm_jax.convert import keep_stated
 from ralm_jax.cross_encoder import CrossEncoder, load_cross_encoder, pair_scores
 from ralm_jax.encoder import transformer_folder
 from ralm_jax.errors import UsageError
 from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.layers import Dropout
 from ralm_jax.model import DTYPES, config_file
-from ralm_jax.settings import IfExists, RerankerSettings, TrainSettings
+from ralm_jax.models.cross_encoder import TRAINED_WITH
+from ralm_jax.settings import IfExists, RerankerSettings, RerankSettings, TrainSettings
 from ralm_jax.sharding import on_mesh, shard_batch
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import load_tokenizer
@@ -82,8 +83,11 @@ def train_reranker(
             "examples_sha256": sha256(examples.rows.tobytes() + examples.log_probs.tobytes()).hexdigest(),
             "reranker": vars(reranker),
         },
+        result=MODEL,
     )
-    trained = replace(model, state=train(task, out, settings, if_exists=if_exists, announce=announce))
+    state = train(task, out, settings, if_exists=if_exists, announce=announce)
+    sizes = {name: getattr(reranker, name) for name in vars(RerankSettings())}
+    trained = replace(model, state=state, trained_with=sizes)
     save(trained, init, Path(out).expanduser() / MODEL)
     return trained
 
@@ -94,7 +98,7 @@ def save(model: CrossEncoder, init: str, folder: Path) -> None:
     for left in (part, folder):
         shutil.rmtree(left, ignore_errors=True)
     model.save(part)
-    add_token_ids(part / "config.json", config_file(source))
+    keep_stated(part / "config.json", {**config_file(source).values, TRAINED_WITH: model.trained_with})
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, part / name)

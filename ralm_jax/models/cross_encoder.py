@@ -13,6 +13,7 @@ from ralm_jax.keys import Family, linear
 from ralm_jax.layers import Dropout, Linear
 from ralm_jax.models.encoder import BERT, KEYS, Bert, BertConfig, RobertaConfig, cls_pool
 
+TRAINED_WITH = "ralm"  # what of a pair a reranker reads, in its config.json
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
