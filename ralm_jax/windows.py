@@ -60,9 +60,17 @@ def stride_characters(schedule: Schedule, offsets: np.ndarray) -> np.ndarray:
     Args:
         offsets: (L, 2) the characters that each token stands for: first, one past the last.
     """
+    return np.stack([first_characters(offsets, places) for places in (schedule.targets, schedule.ends)], axis=1)
+
+
+def first_characters(offsets: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """(J,) int64, where in the text what is known before tokens `places` ends.
+
+    A token may leave out the space before it, which tells of it; and it may begin within a character, which then is not
+    known yet. `offsets` (L, 2) as `stride_characters` has them.
+    """
     ends = np.concatenate([[0], offsets[:, 1]])
-    bounds = np.minimum(ends, np.append(offsets[:, 0], ends[-1]))
-    return np.stack([bounds[schedule.targets], bounds[schedule.ends]], axis=1)
+    return np.minimum(ends, np.append(offsets[:, 0], ends[-1]))[places]
 
 
 def aligned_schedule(characters: np.ndarray, token_ends: np.ndarray, window: int) -> Schedule:

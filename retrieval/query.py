@@ -12,7 +12,7 @@ from ralm_jax.settings import IfExists, QuerySettings, StrideSettings
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.windows import Schedule, make_schedule, stride_characters
+from ralm_jax.windows import Schedule, first_characters, make_schedule, stride_characters
 from retrieval.retriever import Retriever, search
 from retrieval.table import KIND, RetrievalTable, RetrievalWriter, open_retrieval
 
@@ -21,15 +21,6 @@ def stride_queries(tokens: np.ndarray, begins: np.ndarray, query_length: int, to
     """The query of every stride: the text of at most `query_length` tokens strictly before its target; empty for the
     first stride."""
     return [tokenizer.decode(tokens[max(0, begin - query_length) : begin]) for begin in begins]
-
-
-def first_characters(offsets: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """(n,) where in the text what is known before tokens `begins` (n,) ends.
-
-    A token may leave out the space before it, which tells of it; and it may begin within a character, which then is not
-    known yet.
-    """
-    return np.minimum(offsets[begins, 0], np.append(0, offsets[:, 1])[begins])
 
 
 def own_queries(

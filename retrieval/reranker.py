@@ -17,9 +17,9 @@ from ralm_jax.sharding import batch_multiple, shard_batch
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
+from ralm_jax.windows import first_characters
 from retrieval.corpus import PassageRows
 from retrieval.embedder import BATCH_TOKENS
-from retrieval.query import first_characters
 from retrieval.ranking_table import KIND, RankingTable, RankingWriter, open_ranking
 from retrieval.table import RetrievalTable
 

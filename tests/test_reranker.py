@@ -154,6 +154,7 @@ def test_it_reads_as_in_training_by_default(tmp_path, folder, model, retrieved, 
     asked = run(tmp_path / "asked", folder, model, retrieved, settings=RerankSettings(20, 40))
     np.testing.assert_array_equal(made.scores, asked.scores)
     assert reranker.reading_sizes(loaded, RerankSettings(20, 50)) == (20, 50)
+    reranker.warn_of_other_sizes(loaded, RerankSettings(20, 50))
     assert "was trained with --pair-tokens 40, not 50" in caplog.text
     assert reranker.reading_sizes(model, RerankSettings()) == (128, 64)
 

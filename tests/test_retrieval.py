@@ -12,12 +12,12 @@ from eval.lm import open_retrieved
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import QuerySettings, StrideSettings
 from ralm_jax.text import Text
-from ralm_jax.windows import make_schedule
+from ralm_jax.windows import first_characters, make_schedule
 from retrieval.bm25 import build_index
 from retrieval.corpus import Passage, read_corpus
 from retrieval.interchange import export_json, import_json
 from retrieval.overlap import overlap
-from retrieval.query import first_characters, retrieve, stride_queries
+from retrieval.query import retrieve, stride_queries
 from retrieval.retriever import search
 from retrieval.table import open_retrieval
 from tests import tiny
