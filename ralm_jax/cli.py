@@ -5,7 +5,9 @@ Nothing heavy is imported before a command runs, and only here does `ralm_jax` l
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,6 +332,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs `ralm`; exits with 0, with 1 for a failure, 2 for a request that cannot be met, 130 for Ctrl-C."""
     args = sys.argv[1:] if args is None else list(args)
     logging.basicConfig(format="ralm: %(levelname)s: %(message)s", level=logging.WARNING)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = interrupt_again
     command: Any = None
     try:
         if args == ["--version"]:
@@ -362,6 +366,15 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         saving = getattr(command, "saves_memory", "a smaller --batch-size")
         fail(f"the device is out of memory: try {saving} or --dtype bfloat16", 1)
+
+
+def interrupt_again(ignored: Any) -> None:
+    """Ctrl-C that falls into a garbage collection's callback, of which JAX has one, would be ignored: sends another."""
+    if ignored.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def fail(message: str, code: int) -> None:

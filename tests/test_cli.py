@@ -438,6 +438,28 @@ def test_ctrl_c_says_whether_an_index_goes_on(place, capsys, monkeypatch, engine
     assert (code, "--resume goes on" in line) == (130, goes_on)
 
 
+def test_ctrl_c_in_a_callback_of_garbage_collection_is_not_lost(place):
+    """Python ignores what such a callback raises, and JAX has one."""
+    code = (
+        "import gc, os, signal, time\n"
+        "from ralm_jax import cli\n"
+        "def callback(phase, info):\n"
+        "    gc.callbacks.remove(callback)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(10): pass\n"
+        "class Command:\n"
+        "    def run(self):\n"
+        "        gc.callbacks.append(callback)\n"
+        "        gc.collect()\n"
+        "        time.sleep(30)\n"
+        "        print('went on')\n"
+        "cli.tyro.extras.subcommand_cli_from_dict = lambda *args, **options: Command()\n"
+        "cli.main(['x'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ralm: error: interrupted\n")
+
+
 def test_ctrl_c_is_one_line_and_resumes(place):
     Path("long.txt").write_text(tiny.text(4000))
     options = ["score", "--model", "model", "--text", "long.txt", "--out", "scores", "--window", "64", "--stride", "1",
