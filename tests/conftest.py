@@ -8,12 +8,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import importlib.util
+import signal
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+# a shell that starts the tests in the background has them, and what they start, ignore Ctrl-C, which they send
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # shapes and dtypes of the annotations are checked at every call
 install_import_hook([f"ralm_jax.{m}" for m in ("rope", "attention", "layers", "stack")], "beartype.beartype")
