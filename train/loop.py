@@ -197,17 +197,17 @@ def run(
         check(0, state)
     update = compiled_step(task, settings, state)
     batches = iter(task.batches(done or 0))
-    pending: tuple[int, dict[str, jax.Array], float] | None = None
+    pending: tuple[int, dict[str, jax.Array]] | None = None
     for step in range((done or 0) + 1, settings.steps + 1):
         asked = time.perf_counter()
         batch = next(batches)
-        waited = time.perf_counter() - asked
+        metrics.waited(time.perf_counter() - asked)
         with on_mesh(task.mesh):
             placed = jax.tree.map(functools.partial(shard_batch, task.mesh), batch)
             state, told = update(state, placed)
         if pending is not None:  # while the device works on this step
             metrics.trained(*pending)
-        pending = (step, told, waited)
+        pending = (step, told)
         if step % settings.check_every == 0 or step == settings.steps:
             metrics.trained(*pending)
             pending = None
@@ -289,7 +289,7 @@ class Metrics:
         self._path, self._announce, self._settings = root / METRICS, announce, settings
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
-        self._since, self._recent = time.perf_counter(), list[dict[str, Any]]()
+        self._since, self._waited, self._recent = time.perf_counter(), 0.0, list[dict[str, Any]]()
         self._board = tensorboard(root / TENSORBOARD, done)
         if done is not None and self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
@@ -306,16 +306,21 @@ class Metrics:
         if self._board is not None:
             self._board.close()
 
-    def trained(self, step: int, told: Mapping[str, Any], waited: float) -> None:
-        """One step's figures; waits until the device has them.
+    def waited(self, seconds: float) -> None:
+        """The step that runs was kept waiting for data so long."""
+        self._waited += seconds
+
+    def trained(self, step: int, told: Mapping[str, Any]) -> None:
+        """One step's figures; waits until the device has them. `seconds` is since the step before was told, and
+        `data_wait` what of it went by waiting for data, be it for the step after.
 
         Raises:
             RalmError: the loss is not finite.
         """
         row = {name: float(value) for name, value in told.items()}
         now = time.perf_counter()
-        row |= {"seconds": now - self._since, "data_wait": waited}
-        self._since = now
+        row |= {"seconds": now - self._since, "data_wait": self._waited}
+        self._since, self._waited = now, 0.0
         if not np.isfinite(row["loss"]) or not np.isfinite(row["gradient_norm"]):
             raise RalmError(f"step {step}: the loss is not finite; try a lower --learning-rate, or float32")
         self._recent.append(row)
@@ -339,7 +344,7 @@ class Metrics:
             self._announce(f"step {step:,}, held out: " + ", ".join(f"{name} {x:.4f}" for name, x in figures.items()))
         self._add(step, figures)
         self.flush()
-        self._since = time.perf_counter()
+        self._since, self._waited = time.perf_counter(), 0.0
 
     def flush(self) -> None:
         if self._rows:
