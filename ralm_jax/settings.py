@@ -224,3 +224,35 @@ class RerankerSettings(RerankSettings):
             raise UsageError(f"temperature must be above 0, not {self.temperature}")
         if self.loss != "kl" and self.temperature != 1:
             raise UsageError("--temperature is for --loss kl")
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """How text is written after a prompt."""
+
+    max_new_tokens: int = 128
+    """Tokens to write at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token always (greedy); otherwise logits are divided by it before one is drawn."""
+    top_k: int | None = None
+    """Draw from the so many likeliest tokens. Default: all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that were there before, and multiplies the negative (Keskar et al.,
+    2019)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    seed: int = 0
+    """Of what is drawn."""
+
+    def __post_init__(self) -> None:
+        at_least(1, max_new_tokens=self.max_new_tokens, top_k=self.top_k)
+        at_least(0, seed=self.seed)
+        for name, low, high in (("temperature", 0, 100), ("top_p", 1e-6, 1), ("repetition_penalty", 0.01, 100)):
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(f"{name.replace('_', ' ')} must be from {low:g} to {high}, not {getattr(self, name)}")
+        if "" in self.stop:
+            raise UsageError("a stop string is empty")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p != 1):
+            raise UsageError("top k and top p are for drawing tokens: set a temperature above 0")
