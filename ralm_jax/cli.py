@@ -17,6 +17,7 @@ import tyro
 from tyro.conf import create_mutex_group
 
 from ralm_jax import __version__
+from ralm_jax.cli_generate import Generate
 from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
     CorpusOptions,
@@ -239,11 +240,11 @@ class Search:
 
     def run(self) -> None:
         from ralm_jax.text import encodable, json_line, write_lines
-        from retrieval.corpus import read_queries
+        from retrieval.corpus import read_field
         from retrieval.retriever import look_up, open_index
 
         check_output_file(self.json)
-        queries = read_queries(self.queries) if self.queries else [encodable(self.query or "", "--query")]
+        queries = read_field(self.queries, "query") if self.queries else [encodable(self.query or "", "--query")]
         excluded = self.exclude.titles()
         index = open_index(self.index, dense_search=self.dense_search)
         rows = look_up(index, queries, self.k, excluded)
@@ -317,6 +318,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "selective": Selective,
     "search": Search,
     "lm": LM,
+    "generate": Generate,
     "sweep": Sweep,
     "paper": Paper,
     "train": Train,
