@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
@@ -20,6 +21,11 @@ class Reader(Model):
     """A decoder-only language model."""
 
     config: ReaderConfig
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its log-probabilities depend on, for manifests."""
+        return {"weights_sha256": self.fingerprint, "config": self.config.to_hf(), "dtype": self.dtype}
 
     def logits(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """Float32 logits of every position, for checks and small inputs; scoring never forms these."""
