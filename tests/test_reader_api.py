@@ -1,6 +1,12 @@
 """Scoring over HTTP, by a server in the test that answers from a tiny reader: the tables of both are the same."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +23,7 @@ from tests.test_scoring import run
 
 pytest.importorskip("openai", reason="needs the package openai (make test installs it)")
 
+ROOT = Path(__file__).parents[1]
 API = ["--model", "openai:tiny", "--tokenizer", "model"]
 STRIDES = StrideSettings(window=64, stride=4)
 LENGTH = 72  # of what the reader is given: no prompt is longer, and what follows changes nothing before it
@@ -183,3 +190,37 @@ def test_commands_that_cannot_be_met(place, server, capsys, options, message):  
     code, line = refused(capsys, "score", "--text", "text.txt", "--out", "scores", *SIZES, *options)
     assert (code, message in line) == (2, True), line
     assert server.asked == []
+
+
+def test_ctrl_c(place, server):  # noqa: F811
+    """Quick though a request is under way, with what was used; what was answered is not asked for again."""
+    release, held = threading.Event(), threading.Event()
+
+    def hold_late(path, asked):
+        if len(server.asked) > 10:
+            held.set()
+            release.wait(60)
+        return echo(path, asked)
+
+    server.reply = hold_late
+    command = [sys.executable, "-m", "ralm_jax", "score", "--text", "text.txt", "--out", "scores", *SIZES, *API]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as started:
+        try:
+            assert held.wait(120)
+            time.sleep(0.5)  # the others are answered
+            started.send_signal(signal.SIGINT)
+            out, err = started.communicate(timeout=20)
+        finally:
+            release.set()
+            started.kill()
+    assert (started.returncode, err.strip().splitlines()[-1]) == (
+        130, "ralm: error: interrupted; what is finished is kept, and --resume goes on from there"
+    )  # fmt: skip
+    assert "openai:tiny: 10 requests (" in out
+    count = len(server.asked)
+    server.reply = echo
+    ralm(*command[3:], "--resume")
+    assert len(server.asked) - count == 35 - 10
