@@ -22,6 +22,7 @@ PREFIX, CHAT_PREFIX = "openai:", "openai-chat:"
 RETRIES = 6  # by the client, which waits longer each time, or as long as the server says
 CONCURRENCY = 8  # requests at the same time, where nobody says
 TIMEOUT = 600.0  # seconds that an answer may take
+CONNECTION_ADVICE = "is the server at OPENAI_BASE_URL running?"
 ADVICE = {
     401: "check OPENAI_API_KEY",
     404: "the server at OPENAI_BASE_URL has no such model or endpoint",
@@ -68,11 +69,12 @@ class Server:
             with openai.OpenAI(max_retries=RETRIES, timeout=TIMEOUT) as client:
                 yield client
         except openai.OpenAIError as error:
-            message = first_line(error).replace(key, "***")
+            message = first_line(error).replace(key, "***").rstrip(".")
             status: Any = getattr(error, "status_code", None)
             if status is not None and not message.startswith("Error code"):
                 message = f"Error code: {status}"  # the library gives the page that came with it
-            told = [message, ADVICE.get(status), (advice or {}).get(status)]
+            lost = isinstance(error, openai.APIConnectionError)
+            told = [message, CONNECTION_ADVICE if lost else ADVICE.get(status), (advice or {}).get(status)]
             raise RalmError(f"{self.name}: {'; '.join(filter(None, told))}") from None
 
     @contextmanager

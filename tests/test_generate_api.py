@@ -390,7 +390,7 @@ class TestErrors:
         release = threading.Event()
         server.reply = lambda path, asked: release.wait(60) and reply(path, asked)
         try:
-            with pytest.raises(RalmError, match="openai:small: Request timed out"):
+            with pytest.raises(RalmError, match="openai:small: Request timed out; is the server"):
                 write(["a"])
         finally:
             release.set()
@@ -399,7 +399,7 @@ class TestErrors:
     def test_no_server(self, server, monkeypatch):
         monkeypatch.setattr(openai_client, "RETRIES", 0)
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-        with pytest.raises(RalmError, match="openai:small: Connection error"):
+        with pytest.raises(RalmError, match="openai:small: Connection error; is the server at OPENAI_BASE_URL running"):
             write(["a"])
 
     def test_requests_that_cannot_be_met(self, server, monkeypatch):

@@ -175,6 +175,14 @@ def test_commands(place, server, capsys):  # noqa: F811
     assert_secret(place, server)
 
 
+def test_what_a_reranker_learns_from(place, server):  # noqa: F811
+    ralm("index", "--corpus", "corpus.jsonl", "--out", "index")
+    command = ["train", "reranker-data", "--index", "index", "--text", "text.txt", "--examples", "9", *SIZES]
+    ralm(*command, "--model", "model", "--out", "local")
+    ralm(*command, *API, "--out", "api")
+    assert_close(open_scores("api/scores"), open_scores("local/scores"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

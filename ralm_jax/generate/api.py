@@ -143,7 +143,8 @@ class APIGenerator:
             if not streamed:
                 response = create(**request)
                 choice = response.choices[0]
-                yield checked(choice.message.content or "" if self.chat else choice.text), choice, response.usage
+                text = (choice.message.content or "") if self.chat else choice.text
+                yield checked(text), choice, response.usage
                 return
             ended = False
             with create(**request, stream=True, stream_options={"include_usage": True}) as events:
