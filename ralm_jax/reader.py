@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -35,6 +36,11 @@ class Reader(Model):
 
     config: ReaderConfig
     ends: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its log-probabilities depend on, for manifests."""
+        return {"weights_sha256": self.fingerprint, "config": self.config.to_hf(), "dtype": self.dtype}
 
     def logits(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """Float32 logits of every position, for checks and small inputs; scoring never forms these."""
