@@ -21,7 +21,8 @@ class Past(NamedTuple):
     """Keys and values of P tokens that came before, in a layer; with a leading axis L, in all layers.
 
     Attributes:
-        keys, values: B K P H, heads first, as they are read.
+        keys: B K H P, and
+        values: B K P H, so that both products read them in the order in which they lie.
         valid: B P, the real tokens; the others are padding, or room that is not taken yet.
     """
 
@@ -78,7 +79,7 @@ def attend(
         if valid is not None:
             mask = mask & valid[:, None, :seen]
         if past is not None:
-            before = jnp.einsum("bkth,bkph->bktp", query, past.keys, preferred_element_type=jnp.float32)
+            before = jnp.einsum("bkth,bkhp->bktp", query, past.keys, preferred_element_type=jnp.float32)
             scores = jnp.concatenate([before, scores], axis=3)
             mask = jnp.concatenate(
                 [past_mask(past.valid, start, stop, window), jnp.broadcast_to(mask, (batch, *mask.shape[1:]))], axis=2

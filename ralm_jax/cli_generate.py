@@ -1,12 +1,13 @@
 """The command that writes text. As in `cli`, nothing heavy is imported before it runs."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import create_mutex_group
 
-from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, check_output_file, refuse_set
+from ralm_jax.cli_options import APIOptions, ExcludeOptions, ReaderOptions, check_output_file, refuse_set
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import GenerateSettings, QuerySettings, RerankSettings, at_least
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from ralm_jax.generate.local import LocalGenerator
     from retrieval.generation import PassageFinder
     from retrieval.retriever import Retriever
+
+log = logging.getLogger("ralm")
 
 ONE_OF_PROMPT = create_mutex_group(required=True, title="what the text begins with")
 
@@ -62,7 +65,8 @@ class Generate:
     """Write on after a prompt, with retrieval every few tokens, and tell where it came from."""
 
     model: str
-    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    """The reader: a folder, a .gguf file, a Hugging Face id, or without --index openai:NAME or openai-chat:NAME for a
+    server's."""
     prompt: Annotated[str | None, ONE_OF_PROMPT] = None
     """One prompt; its text is shown as it comes."""
     prompts: Annotated[str | None, ONE_OF_PROMPT] = None
@@ -81,6 +85,7 @@ class Generate:
     settings: GenerateSettings = GenerateSettings()
     retrieval: RetrievalOptions = RetrievalOptions()
     reader: ReaderOptions = ReaderOptions()
+    api: APIOptions = APIOptions()
 
     def run(self) -> None:
         from ralm_jax.text import encodable, json_line, write_lines
@@ -106,19 +111,16 @@ class Generate:
             print(f"\n\n{told}" if told else "")
 
     def plain(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
-        """The row of each prompt, as it is finished."""
-        from ralm_jax.generate.generator import open_generator
-
-        options = self.reader
-        generator = open_generator(
-            self.model,
-            tokenizer=options.tokenizer,
-            dtype=options.dtype,
-            batch_size=options.windows_a_batch(),
-            window=self.window,
-        )
-        for place, generation in generator.generate(prompts, self.settings, tell=tell):
-            yield {"prompt": prompts[place]} | generation._asdict(), ""
+        """The row of each prompt, in their order, as soon as it and those before it are finished."""
+        generator, waiting, following, cut = self.reader.generator(self.model, self.window, self.api), {}, 0, 0
+        with self.api.accounting(generator):
+            for place, generation in generator.generate(prompts, self.settings, tell=tell):
+                waiting[place], cut = generation, cut + (generation.cut > 0)
+                while following in waiting:
+                    yield {"prompt": prompts[following]} | waiting.pop(following)._asdict(), ""
+                    following += 1
+        if cut:
+            log.warning('%d prompts were too long and lost tokens at their start ("cut")', cut)
 
     def attributed(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
         """The row of each prompt and its attribution in words, a batch after the other."""
@@ -129,8 +131,9 @@ class Generate:
 
         options, size = self.retrieval, self.reader.windows_a_batch() or 16
         index, excluded = open_index(self.index or ""), options.exclude.titles()
-        tokenizer, reader = self.reader.load(self.model)
-        local = LocalGenerator(reader, tokenizer, window=self.window)
+        local = self.reader.generator(self.model, self.window, self.api)
+        if not isinstance(local, LocalGenerator):
+            raise UsageError(f"{self.model}: a server's model cannot retrieve every few tokens; leave out --index")
         finder = options.finder(index, local, excluded)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]

@@ -17,6 +17,7 @@ from ralm_jax.settings import IfExists, Split, TextDataset, WindowSettings, at_l
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ralm_jax.generate.generator import Generator
     from ralm_jax.reader import Reader
     from ralm_jax.reader_api import APIReader
     from ralm_jax.text import Text
@@ -251,6 +252,29 @@ class ReaderOptions:
             return None
         at_least(1, batch_size=self.batch_size)
         return self.batch_size
+
+    def generator(self, model: str, window: int | None, api: APIOptions) -> "Generator":
+        """What writes text after prompts, on this machine or on a server.
+
+        Raises:
+            UsageError: no such model; or options that do not go with it.
+            RalmError: the model cannot be loaded exactly.
+        """
+        from ralm_jax.generate.generator import open_generator
+
+        api.check(model)
+        if is_api(model):
+            refuse_set(self, "a reader on this machine")
+            if window is not None:
+                raise UsageError("--window is for a reader on this machine; a server has its own")
+        return open_generator(
+            model,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+            batch_size=self.windows_a_batch(),
+            window=window,
+            concurrency=api.concurrency,
+        )
 
     def load(self, model: str, api: APIOptions = APIOptions()) -> "tuple[Tokenizer, Reader | APIReader]":
         """The tokenizer and the reader, which may be a server's.

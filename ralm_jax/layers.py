@@ -73,7 +73,7 @@ class Memory:
 
     Attributes:
         past: of the tokens before; None if there are none.
-        new: keys and values of the input, B K T H (stacked, L first), once it has gone through.
+        new: keys (B K H T) and values (B K T H) of the input, once it has gone through; of all layers with L first.
     """
 
     def __init__(self, past: Past | None = None):
@@ -208,7 +208,7 @@ class Attention(nnx.Module):
         q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
         past = None
         if memory is not None:
-            past, memory.new = memory.past, (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+            past, memory.new = memory.past, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
         return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window, past=past))
 
 

@@ -2,7 +2,7 @@
 
 Prompts are padded on the left, so that all end in the same place and every new token goes into the next one. Padding is
 masked and positions count from a prompt's own first token: a neighbour changes nothing. Lengths are those of a few
-buckets, which bounds the number of compilations.
+buckets, which bounds the number of compilations; prompts go through the reader together with those of their bucket.
 """
 
 import functools
@@ -23,7 +23,8 @@ from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
 from ralm_jax.sharding import batch_multiple, constrain, on_mesh, shard_batch
 
-SMALLEST = 32  # tokens; lengths that are compiled for are this times a power of 2, or halfway to the next
+SMALLEST = 32  # tokens that are compiled for
+PARTS = 8  # of a batch, by length: prompts go through the reader with others that are about as long
 
 
 class Written(NamedTuple):
@@ -37,45 +38,76 @@ class Run(NamedTuple):
     """Where a batch is: what a step is a function of.
 
     Attributes:
-        past: L B K S H, the tokens that have gone through the reader, and room for more.
-        place: where in it the next token goes.
+        keys, values: of all layers (`Past`), the tokens that have gone through the reader, and room for more.
+        starts: (B,) where in them a row's first token is,
+        place: and where the next one of all goes.
         tokens: (B,) chosen, not yet run through the reader.
         seen: (B, V) tokens that were there before; None where nothing depends on them.
-        keys: (B,) random keys of the rows.
+        draws: (B,) random keys of the rows.
         drawn: tokens that every row has drawn.
     """
 
-    past: Past
+    keys: jax.Array
+    values: jax.Array
+    starts: jax.Array
     place: jax.Array
     tokens: jax.Array
     seen: jax.Array | None
-    keys: jax.Array
+    draws: jax.Array
     drawn: jax.Array
 
+    @property
+    def past(self) -> Past:
+        places = jnp.arange(self.values.shape[3])[None, :]
+        return Past(self.keys, self.values, (places >= self.starts[:, None]) & (places < self.place))
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+    def spread(self) -> "Run":
+        """Keeps rows and heads on their devices."""
+        keys = constrain(self.keys, "layers", "batch", "kv_heads", "head_dim", None)
+        return self._replace(keys=keys, values=constrain(self.values, "layers", "batch", "kv_heads", None, "head_dim"))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
 def begin(
     graphdef: nnx.GraphDef,
     state: nnx.State,
     tokens: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
-    row_keys: Array,
+    draws: Array,
     drawn: Int[Array, ""],
-    room: int,
     sampling: Sampling,
 ) -> tuple[Run, Written]:
-    """Runs the prompts and chooses the first token after them; `room` tokens may follow."""
+    """Runs prompts and chooses the first token after them."""
     with matmul_precision(jax.tree.leaves(state)[0].dtype):
         model, memory = nnx.merge(graphdef, state), Memory()
         hidden = model.hidden(tokens, valid, memory)
         logits = model.logits(hidden[:, -1:])[:, 0]
-    keys, values = (constrain_past(jnp.pad(x, [(0, 0)] * 3 + [(0, room), (0, 0)])) for x in memory.new)
-    past = Past(keys, values, jnp.pad(valid, ((0, 0), (0, room))))
     seen = None
     if sampling.penalised:
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros(logits.shape, bool).at[rows, jnp.where(valid, tokens, logits.shape[1])].set(True, mode="drop")
-    return chosen(Run(past, jnp.int32(tokens.shape[1]), tokens[:, -1], seen, row_keys, drawn), logits, sampling)
+    length = tokens.shape[1]
+    starts = length - valid.sum(axis=1, dtype=jnp.int32)
+    return chosen(Run(*memory.new, starts, jnp.int32(length), tokens[:, -1], seen, draws, drawn), logits, sampling)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def make_room(run: Run, length: int, room: int) -> Run:
+    """Pads prompts to `length` tokens on the left, and makes room for `room` more on the right."""
+    before, none = length - run.values.shape[3], (0, 0)
+    keys = jnp.pad(run.keys, [none] * 4 + [(before, room)])
+    values = jnp.pad(run.values, [none] * 3 + [(before, room), none])
+    return run._replace(keys=keys, values=values, starts=run.starts + before, place=run.place + before).spread()
+
+
+@jax.jit
+def join(parts: Sequence[tuple[Run, Written]]) -> tuple[Run, Written]:
+    """One batch of several, all of one length."""
+    first = parts[0][0]
+    keys, values = (jnp.concatenate([getattr(run, name) for run, _ in parts], axis=1) for name in ("keys", "values"))
+    rows = [(run.starts, run.tokens, run.seen, run.draws, written) for run, written in parts]
+    starts, tokens, seen, draws, written = jax.tree.map(lambda *columns: jnp.concatenate(columns), *rows)
+    return Run(keys, values, starts, first.place, tokens, seen, draws, first.drawn).spread(), written
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
@@ -85,25 +117,18 @@ def advance(graphdef: nnx.GraphDef, state: nnx.State, run: Run, sampling: Sampli
         model, memory = nnx.merge(graphdef, state), Memory(run.past)
         hidden = model.hidden(run.tokens[:, None], None, memory)
         logits = model.logits(hidden)[:, 0]
-    where = (0, 0, 0, run.place, 0)
-    old = (run.past.keys, run.past.values)
-    keys, values = (
-        constrain_past(jax.lax.dynamic_update_slice(x, new, where)) for x, new in zip(old, memory.new, strict=True)
-    )
-    valid = jax.lax.dynamic_update_slice(run.past.valid, jnp.ones((len(run.tokens), 1), bool), (0, run.place))
-    return chosen(run._replace(past=Past(keys, values, valid), place=run.place + 1), logits, sampling)
+    write, (keys, values) = jax.lax.dynamic_update_slice_in_dim, memory.new
+    keys, values = write(run.keys, keys, run.place, axis=4), write(run.values, values, run.place, axis=3)
+    return chosen(run._replace(keys=keys, values=values, place=run.place + 1).spread(), logits, sampling)
 
 
 def chosen(run: Run, logits: jax.Array, sampling: Sampling) -> tuple[Run, Written]:
-    keys = jax.vmap(jax.random.fold_in, (0, None))(run.keys, run.drawn)
-    tokens = choose(logits, run.seen, keys, sampling)
+    tokens = choose(logits, run.seen, jax.vmap(jax.random.fold_in, (0, None))(run.draws, run.drawn), sampling)
     log_probs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
-    seen = run.seen if run.seen is None else run.seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    seen = run.seen
+    if seen is not None:
+        seen = constrain(seen.at[jnp.arange(len(tokens)), tokens].set(True), "batch", "vocab")
     return run._replace(tokens=tokens, seen=seen, drawn=run.drawn + 1), Written(tokens, log_probs)
-
-
-def constrain_past(x: jax.Array) -> jax.Array:
-    return constrain(x, "layers", "batch", "kv_heads", None, "head_dim")
 
 
 def decode(
@@ -124,30 +149,38 @@ def decode(
         prompts: int32 tokens, BOS among them where the reader wants one.
         keys: (n,) random keys, one a prompt.
         drawn: tokens that each prompt's key has been used for.
-        batch: rows to compute, at least one a prompt; for few compilations.
+        batch: rows to compile for, if there are fewer prompts.
 
     Raises:
         UsageError: a prompt without tokens, or one that leaves no room for `count` tokens.
         RalmError: a token that the reader does not know, or it gives NaN.
     """
     check_prompts(reader, prompts, count)
-    multiple = batch_multiple(reader.mesh)
-    rows = -(-max(batch or 0, len(prompts)) // multiple) * multiple
-    tokens, valid = padded_left(prompts, rows, bucket(max(map(len, prompts)), reader.config.max_positions))
-    keys = keys[jnp.minimum(jnp.arange(rows), len(prompts) - 1)]
+    multiple, order = batch_multiple(reader.mesh), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    wanted = max(batch or 0, len(prompts))
+    size = -(-wanted // (PARTS * multiple)) * multiple  # of a part, whose prompts are about as long
+    places = np.array(order + order[-1:] * (-(-wanted // size) * size - len(order)))
+    parts = []
     with on_mesh(reader.mesh):
-        arrays = [shard_batch(reader.mesh, x) for x in (tokens, valid, keys)]
-        run, written = begin(reader.graphdef, reader.state, *arrays, jnp.int32(drawn), bucket(count), sampling)
+        for rows in places.reshape(-1, size):
+            some = [prompts[i] for i in rows]
+            length = bucket(max(map(len, some)), reader.config.max_positions)
+            arrays = [shard_batch(reader.mesh, x) for x in (*padded_left(some, length), keys[rows])]
+            parts.append(begin(reader.graphdef, reader.state, *arrays, jnp.int32(drawn), sampling))
+        room = bucket(count)
+        run, written = join([(make_room(run, length, room), written) for run, written in parts])
+    back = np.argsort(order)
     for _ in range(count - 1):
         with on_mesh(reader.mesh):
             run, following = advance(reader.graphdef, reader.state, run, sampling)
-        yield collected(reader, written, len(prompts))
+        yield collected(reader, written, back)
         written = following
-    yield collected(reader, written, len(prompts))
+    yield collected(reader, written, back)
 
 
-def collected(reader: Reader, written: Written, count: int) -> Written:
-    tokens, log_probs = (np.asarray(x)[:count] for x in written)
+def collected(reader: Reader, written: Written, rows: np.ndarray) -> Written:
+    """`rows` of a step, once they are there."""
+    tokens, log_probs = (np.asarray(x)[rows] for x in written)
     if np.isnan(log_probs).any():
         advice = "; try --dtype float32" if reader.dtype != "float32" else ""
         raise RalmError(f"{reader.name}: the reader gives NaN in {reader.dtype}{advice}")
@@ -176,21 +209,20 @@ def check_prompts(reader: Reader, prompts: Sequence[np.ndarray], count: int) -> 
         )
 
 
-def padded_left(prompts: Sequence[np.ndarray], rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, length) int32 tokens and which of them are real; the last prompt again where there are more rows."""
-    tokens, valid = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
-    for row in range(rows):
-        prompt = prompts[min(row, len(prompts) - 1)]
+def padded_left(prompts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, length) int32 tokens, and which of them are real."""
+    tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
+    for row, prompt in enumerate(prompts):
         tokens[row, length - len(prompt) :], valid[row, length - len(prompt) :] = prompt, True
     return tokens, valid
 
 
 def bucket(needed: int, most: int | None = None) -> int:
-    """The length to compile for: `needed` rounded up to 32, 48, 64, 96, 128, 192, …; `most` at most."""
-    size = SMALLEST
-    while size < needed:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, most) if most is not None else size
+    """The length to compile for: `needed` rounded up to 32, 40, 48, 56, 64, 80, …, four to each doubling; `most` at
+    most."""
+    step = max(SMALLEST, 1 << (needed - 1).bit_length()) // 8
+    size = max(SMALLEST, -(-needed // step) * step)
+    return size if most is None else min(size, most)
 
 
 def keys_of(seed: int, count: int, first: int = 0) -> jax.Array:
