@@ -29,7 +29,7 @@ class PromptPreset:
     passage: str
     untitled: str = "{text}"
     between: str = "\n\n"
-    question: Callable[[str], str] = str.strip
+    question: Callable[[str], str] = str
 
     def prompt(self, question: str, passages: Sequence[Found]) -> str:
         """The prompt for `question` with `passages`, the best first."""
@@ -80,14 +80,16 @@ PRESETS = {  # the names are those of `ralm_jax.settings.Prompts`
         passage="Document [{number}](Title: {title}) {text}",
         untitled="Document [{number}] {text}",
         between="\n",
-        question=str,
     ),
-    # nothing but the passages and the question
-    "plain": PromptPreset(
-        closed="Question: {question}\nAnswer:",
-        several="{passages}\n\nQuestion: {question}\nAnswer:",
-        one="{passages}\n\nQuestion: {question}\nAnswer:",
+    # ram2023 with an instruction in place of a list to go on with, after which readers that were tuned to follow
+    # instructions often say nothing
+    "instruct": PromptPreset(
+        closed="Answer the question in a few words.\n\nQuestion: {question}\nAnswer:",
+        several="{passages}\n\nBased on these texts, answer the question in a few words.\n\n"
+        "Question: {question}\nAnswer:",
+        one="{passages}\n\nBased on this text, answer the question in a few words.\n\nQuestion: {question}\nAnswer:",
         settings=GenerateSettings(max_new_tokens=32, stop=("\n",)),
-        passage="{title}\n{text}",
+        passage="{title}\n\n{text}",
+        question=asked,
     ),
 }

@@ -119,13 +119,13 @@ class EvalQA:
     passages: Annotated[str, arg(metavar="N,N,…")] = "0,1,2"
     """Passages in the prompt, 0 for closed book; several numbers, separated by commas."""
     prompt_preset: Prompts = "ram2023"
-    """How questions are asked. ram2023: as in the paper. liu2023: an instruction and numbered passages. plain: passages
-    and question."""
+    """How questions are asked. ram2023: as in the paper. instruct: the same for readers that follow instructions.
+    liu2023: an instruction and numbered passages, as in Lost in the Middle."""
     limit_questions: int | None = None
     """Only the first so many questions that have answers. Default: all."""
     max_new_tokens: int | None = None
-    """Tokens of an answer at most; it ends with its first line. Default: 10 for ram2023, 100 for liu2023, 32 for
-    plain."""
+    """Tokens of an answer at most; it ends with its first line. Default: 10 for ram2023, 32 for
+    instruct, 100 for liu2023."""
     window: int | None = None
     """Tokens that prompt and answer may have together. Default: as many as the reader takes."""
     json: str | None = None

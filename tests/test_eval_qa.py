@@ -394,8 +394,8 @@ class TestCommand:
         ("options", "differs"),
         [
             (["--data", "dpr.json"], "retriever_sha256: "),
-            (["--data", "qa.jsonl", "--index", "words", "--prompt-preset", "plain"],
-             "generate.max_new_tokens: 10 there, 32 now; prompt_preset: 'ram2023' there, 'plain' now"),
+            (["--data", "qa.jsonl", "--index", "words", "--prompt-preset", "instruct"],
+             "generate.max_new_tokens: 10 there, 32 now; prompt_preset: 'ram2023' there, 'instruct' now"),
             (["--data", "qa.jsonl", "--index", "words", "--max-new-tokens", "5"],
              "generate.max_new_tokens: 10 there, 5 now"),
             (["--data", "qa.jsonl", "--index", "words", "--regex"], "questions_sha256: "),
@@ -498,7 +498,7 @@ class TestRealQuestions:
 
         found = qa.with_passages(asked[:300], 2, index, progress=False)
         made = qa.answer_questions(
-            found, (1, 2), Silent(), PRESETS["plain"], str(tmp_path / "out"), settings=PRESETS["plain"].settings,
+            found, (1, 2), Silent(), PRESETS["instruct"], str(tmp_path / "out"), settings=PRESETS["instruct"].settings,
             made_with={}, about={}, progress=False,
         )  # fmt: skip
         (recall,) = evaluate(found, [1, 2])

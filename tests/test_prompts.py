@@ -88,11 +88,15 @@ def test_liu2023():
     assert preset.prompt("who?", (ONE,)).count("Document [") == 1
 
 
-def test_plain():
-    preset = PRESETS["plain"]
-    assert preset.prompt("who", ()) == "Question: who\nAnswer:"
-    assert preset.prompt("who", (ONE, BARE)) == (
-        "Nobel Prize\nIt was {first} awarded in 1901.\n\nNo title.\n\nQuestion: who\nAnswer:"
+def test_instruct():
+    preset = PRESETS["instruct"]
+    end = "answer the question in a few words.\n\nQuestion: who?\nAnswer:"
+    assert preset.prompt("Who", ()) == "A" + end[1:]
+    assert preset.prompt("Who", (ONE,)) == (
+        f"Nobel Prize\n\nIt was {{first}} awarded in 1901.\n\nBased on this text, {end}"
+    )
+    assert preset.prompt("Who", (ONE, BARE)) == (
+        f"Nobel Prize\n\nIt was {{first}} awarded in 1901.\n\nNo title.\n\nBased on these texts, {end}"
     )
 
 
