@@ -11,6 +11,7 @@ import numpy as np
 
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
+from ralm_jax.reader_api import APIReader
 from ralm_jax.score_table import KIND, Scores, ScoreTable, open_scores
 from ralm_jax.scoring import Job, JoinedPassages, PassageTokens, Scorer, chunk_strides, score_job
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
@@ -61,7 +62,7 @@ def open_retrieved(location: str, index: str | None = None) -> tuple[RetrievalTa
 
 def score(
     text: Text,
-    reader: Reader,
+    reader: Reader | APIReader,
     tokenizer: Tokenizer,
     location: str,
     *,
@@ -85,7 +86,7 @@ def score(
             is another one; for reranking by another reader.
         schedule: only these of the text's strides.
         plain: finished scores of the same text and reader, whose "no passage" is copied instead of computed.
-        batch_size: windows a forward; None chooses.
+        batch_size: windows a forward; None chooses. A server is asked for single windows.
         progress: show a progress bar; None for "if there is a terminal".
 
     Raises:
@@ -120,7 +121,8 @@ def score(
     if plain is not None:
         check_plain(location, plain, folder.settings)
     block = windows.block_strides(strides)
-    scorer = Scorer(reader, strides.window, windows.past + block * strides.stride, batch_size)
+    labels = windows.past + block * strides.stride
+    scorer = Scorer(reader, strides.window, labels, batch_size) if isinstance(reader, Reader) else reader
     bos = tokenizer.bos if everywhere else None
     job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, ids, passage_tokens, bos)
     count = len(job.shared(range(len(rows)), plain=plain is None)[0])
@@ -156,7 +158,7 @@ def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:
         raise RalmError(f"{location}: the scores without passage are not of this reader and these windows: {listed}")
 
 
-def check_reader(text: Text, reader: Reader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
+def check_reader(text: Text, reader: Reader | APIReader, tokenizer: Tokenizer, tokens: np.ndarray, window: int) -> None:
     """Refuses a text or a window that the reader cannot take.
 
     Raises:
@@ -165,6 +167,8 @@ def check_reader(text: Text, reader: Reader, tokenizer: Tokenizer, tokens: np.nd
     """
     if len(tokens) < 2:
         raise RalmError(f"{text.origin}: {len(tokens)} token; scoring needs two at least, the first has no prefix")
+    if not isinstance(reader, Reader):  # the server says what its model cannot take
+        return
     config = reader.config
     highest = max(int(tokens.max()), *tokenizer.prefix, 0)
     if highest >= config.vocab_size:
@@ -255,7 +259,7 @@ def grouped(rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def score_settings(
     text: Text,
-    reader: Reader,
+    reader: Reader | APIReader,
     tokenizer: Tokenizer,
     strides: StrideSettings,
     windows: WindowSettings,
@@ -266,9 +270,7 @@ def score_settings(
     return {
         "text_sha256": text.fingerprint,
         "tokenizer_sha256": tokenizer.fingerprint,
-        "weights_sha256": reader.fingerprint,
-        "config": reader.config.to_hf(),
-        "dtype": reader.dtype,
+        **reader.identity,
         "window": strides.window,
         "stride": strides.stride,
         "past": windows.past,
@@ -309,7 +311,7 @@ def describe(
 
 def language_model(
     text: Text,
-    reader: Reader,
+    reader: Reader | APIReader,
     tokenizer: Tokenizer,
     passages: Iterable[Passage],
     out: str,

@@ -163,7 +163,7 @@ def format_report(report: Report) -> str:
         + (f"windows shared by blocks of {settings['block']} tokens, " if "block" in settings else "")
         + (f"{settings['passages_in_window']} together of " if "passages_in_window" in settings else "")
         + f"{settings['k']} passages a stride, "
-        f"{settings['dtype']}",
+        f"{settings.get('dtype', 'scored by a server')}",
         "",
         f"{'strategy':<{width}}{'token ppl':>12}{'word ppl':>12}{'vs none':>10}{'NLL':>14}{'no passage':>12}",
     ]

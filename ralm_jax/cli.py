@@ -18,8 +18,10 @@ from tyro.conf import create_mutex_group
 
 from ralm_jax import __version__
 from ralm_jax.cli_eval import Eval
+from ralm_jax.cli_generate import Generate
 from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
+    APIOptions,
     CorpusOptions,
     DenseOptions,
     ExcludeOptions,
@@ -157,7 +159,7 @@ class Score:
     """Score a text with a reader: log-probabilities with and without each retrieved passage."""
 
     model: str
-    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME for a server's."""
     out: str
     """Folder or bucket for the ScoreTable."""
     retrieval: str | None = None
@@ -172,6 +174,7 @@ class Score:
     strides: StrideSettings = StrideSettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
+    api: APIOptions = APIOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -181,20 +184,21 @@ class Score:
         self.windows.passage_limit(self.strides)  # known before anything is loaded
         batch_size, text = self.reader.windows_a_batch(), self.text.read()
         retrieved = open_retrieved(self.retrieval, self.index) if self.retrieval else None
-        tokenizer, reader = self.reader.load(self.model)
-        scores = score(
-            text,
-            reader,
-            tokenizer,
-            self.out,
-            strides=self.strides,
-            windows=self.windows,
-            retrieved=retrieved,
-            k=self.k,
-            strides_of_retrieval=self.strides_of_retrieval,
-            batch_size=batch_size,
-            if_exists=self.rerun.if_exists,
-        )
+        tokenizer, reader = self.reader.load(self.model, self.api)
+        with self.api.accounting(reader):
+            scores = score(
+                text,
+                reader,
+                tokenizer,
+                self.out,
+                strides=self.strides,
+                windows=self.windows,
+                retrieved=retrieved,
+                k=self.k,
+                strides_of_retrieval=self.strides_of_retrieval,
+                batch_size=batch_size,
+                if_exists=self.rerun.if_exists,
+            )
         print(f"{self.out}: {1 + len(scores.passages):,} strides, {int(scores.num_passages.sum()):,} passages scored")
 
 
@@ -240,11 +244,11 @@ class Search:
 
     def run(self) -> None:
         from ralm_jax.text import encodable, json_line, write_lines
-        from retrieval.corpus import read_queries
+        from retrieval.corpus import read_field
         from retrieval.retriever import look_up, open_index
 
         check_output_file(self.json)
-        queries = read_queries(self.queries) if self.queries else [encodable(self.query or "", "--query")]
+        queries = read_field(self.queries, "query") if self.queries else [encodable(self.query or "", "--query")]
         excluded = self.exclude.titles()
         index = open_index(self.index, dense_search=self.dense_search)
         rows = look_up(index, queries, self.k, excluded)
@@ -263,7 +267,7 @@ class LM:
     """Index, retrieve, score and report in one go."""
 
     model: str
-    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME for a server's."""
     out: str
     """Folder for index, retrieval, scores and report.json."""
     text: TextOptions = TextOptions()
@@ -276,6 +280,7 @@ class LM:
     queries: QuerySettings = QuerySettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
+    api: APIOptions = APIOptions()
     report: ReportOptions = ReportOptions()
     rerun: RerunOptions = RerunOptions()
 
@@ -286,21 +291,22 @@ class LM:
         self.report.check_past(self.report.names(), self.windows)
         batch_size, text, excluded = self.reader.windows_a_batch(), self.text.read(), self.exclude.titles(self.text)
         passages, count, source = self.passages.open(self.corpus, self.text.dataset, self.text.data_path)
-        tokenizer, reader = self.reader.load(self.model)
-        language_model(
-            text,
-            reader,
-            tokenizer,
-            passages,
-            self.out,
-            strides=self.strides,
-            queries=self.queries,
-            windows=self.windows,
-            source=source,
-            excluded=excluded,
-            batch_size=batch_size,
-            if_exists=self.rerun.if_exists,
-        )
+        tokenizer, reader = self.reader.load(self.model, self.api)
+        with self.api.accounting(reader):
+            language_model(
+                text,
+                reader,
+                tokenizer,
+                passages,
+                self.out,
+                strides=self.strides,
+                queries=self.queries,
+                windows=self.windows,
+                source=source,
+                excluded=excluded,
+                batch_size=batch_size,
+                if_exists=self.rerun.if_exists,
+            )
         if count.bad:
             print(f"{self.corpus or self.text.dataset}: {count}")
         out = Path(self.out).expanduser()
@@ -318,6 +324,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "selective": Selective,
     "search": Search,
     "lm": LM,
+    "generate": Generate,
     "sweep": Sweep,
     "paper": Paper,
     "train": Train,

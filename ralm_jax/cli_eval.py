@@ -158,7 +158,7 @@ class EvalQA:
         predictions = qa.answer_questions(
             asked,
             counts,
-            generator.open_generator(  # type: ignore[attr-defined]
+            generator.open_generator(
                 self.model,
                 tokenizer=self.reader.tokenizer,
                 dtype=self.reader.dtype,

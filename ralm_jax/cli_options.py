@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg, create_mutex_group
 
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.openai_client import CONCURRENCY, is_api
 from ralm_jax.settings import IfExists, Split, TextDataset, WindowSettings, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ralm_jax.reader import Reader
+    from ralm_jax.reader_api import APIReader
     from ralm_jax.text import Text
     from ralm_jax.tokenizer import Tokenizer
     from retrieval.corpus import Passage
@@ -194,6 +197,40 @@ class DenseOptions:
 
 
 @dataclass(frozen=True)
+class APIOptions:
+    """A model openai:NAME of a server that speaks OpenAI's API, which OPENAI_BASE_URL and OPENAI_API_KEY of the
+    environment lead to."""
+
+    concurrency: int = CONCURRENCY
+    """Requests at the same time."""
+    price_in: float = 0.0
+    """Price of a million tokens that the server reads; with prices, the cost is told at the end."""
+    price_out: float = 0.0
+    """Price of a million tokens that it writes."""
+
+    def check(self, model: str) -> None:
+        """
+        Raises:
+            UsageError: a price that is none, or options that would be ignored, as `model` is no server's.
+        """
+        if not is_api(model):
+            refuse_set(self, "a server's model, openai:NAME")
+        for option, price in (("--price-in", self.price_in), ("--price-out", self.price_out)):
+            if not 0 <= price < float("inf"):
+                raise UsageError(f"{option} {price}: must be 0 or more")
+
+    @contextmanager
+    def accounting(self, model: Any) -> "Iterator[None]":
+        """Tells at the end, of whatever kind, what was asked of a server, if `model` is on one."""
+        try:
+            yield
+        finally:
+            usage = getattr(model, "usage", None)
+            if usage is not None:
+                print(f"{model.name}: {usage.told(self.price_in, self.price_out)}", flush=True)
+
+
+@dataclass(frozen=True)
 class ReaderOptions:
     """How the reader is loaded and run."""
 
@@ -215,10 +252,24 @@ class ReaderOptions:
         at_least(1, batch_size=self.batch_size)
         return self.batch_size
 
-    def load(self, model: str) -> "tuple[Tokenizer, Reader]":
+    def load(self, model: str, api: APIOptions = APIOptions()) -> "tuple[Tokenizer, Reader | APIReader]":
+        """The tokenizer and the reader, which may be a server's.
+
+        Raises:
+            UsageError: no such model; or options, or their lack, that do not go with it.
+            RalmError: the model cannot be loaded exactly.
+        """
         from ralm_jax.reader import load_reader
+        from ralm_jax.reader_api import APIReader
         from ralm_jax.tokenizer import load_tokenizer
 
+        api.check(model)
+        if is_api(model):
+            refuse_set(self, "a reader on this machine", "dtype", "batch_size")
+            reader = APIReader(model, concurrency=api.concurrency)
+            if self.tokenizer is None:
+                raise UsageError(f"{model}: name the folder or Hugging Face id of its tokenizer with --tokenizer")
+            return load_tokenizer(self.tokenizer), reader
         return load_tokenizer(self.tokenizer or model), load_reader(model, dtype=self.dtype)
 
 

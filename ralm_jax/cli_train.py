@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
+from ralm_jax.cli_options import APIOptions, ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
 from ralm_jax.settings import (
     QuerySettings,
     RerankerSettings,
@@ -30,7 +30,7 @@ class RerankerData:
     """Collect what a reranker learns from: a sample of a text's strides, with passages, scored by the frozen reader."""
 
     model: str
-    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME for a server's."""
     index: str
     """Folder that `ralm index` made."""
     out: str
@@ -47,6 +47,7 @@ class RerankerData:
     queries: QuerySettings = QuerySettings()
     windows: WindowSettings = WindowSettings()
     reader: ReaderOptions = ReaderOptions()
+    api: APIOptions = APIOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -60,23 +61,24 @@ class RerankerData:
         batch_size, text = self.reader.windows_a_batch(), self.text.read()
         excluded, without = self.exclude.titles(self.text), [read_text(path) for path in self.without]
         index = open_index(self.index)
-        tokenizer, reader = self.reader.load(self.model)
-        sample = collect(
-            text,
-            reader,
-            tokenizer,
-            index,
-            self.out,
-            examples=self.examples,
-            seed=self.seed,
-            without=without,
-            strides=self.strides,
-            queries=self.queries,
-            windows=self.windows,
-            excluded=excluded,
-            batch_size=batch_size,
-            if_exists=self.rerun.if_exists,
-        )
+        tokenizer, reader = self.reader.load(self.model, self.api)
+        with self.api.accounting(reader):
+            sample = collect(
+                text,
+                reader,
+                tokenizer,
+                index,
+                self.out,
+                examples=self.examples,
+                seed=self.seed,
+                without=without,
+                strides=self.strides,
+                queries=self.queries,
+                windows=self.windows,
+                excluded=excluded,
+                batch_size=batch_size,
+                if_exists=self.rerun.if_exists,
+            )
         print(f"{self.out}: {len(sample.schedule) - 1:,} of the text's {sample.strides:,} strides")
         if self.without:
             named = ", ".join(self.without)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ralm_jax.errors import RalmError, UsageError, first_line
+from ralm_jax.openai_client import is_api
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,9 +33,11 @@ def locate(model: str, *, weights: bool = True) -> Path:
         weights: fetch the weights too, not only configuration and tokenizer.
 
     Raises:
-        UsageError: no such folder or file, and no Hugging Face id either.
+        UsageError: no such folder or file, and no Hugging Face id either; or a server's model.
         RalmError: the id cannot be fetched (unknown, gated, no network, or offline mode and not in the cache).
     """
+    if is_api(model):
+        raise UsageError(f"{model}: is a server's; this needs the model's files")
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ralm_jax.attention import attend
+from ralm_jax.attention import Past, attend
 from ralm_jax.config import ModelConfig
 from ralm_jax.errors import UsageError
 from ralm_jax.rope import token_positions
@@ -65,6 +65,25 @@ class Dropout:
     def split(self, count: int) -> "Dropout":
         """One for each of `count` layers, stacked."""
         return Dropout(self.rate, jax.random.split(self.key, count))
+
+
+class Memory:
+    """What a decoder knows of the tokens before its input: it reads their keys and values, and leaves those of the
+    input here. It lives while a function is traced, and a layer has one of its own.
+
+    Attributes:
+        past: of the tokens before; None if there are none.
+        new: keys and values of the input, B K T H (stacked, L first), once it has gone through.
+    """
+
+    def __init__(self, past: Past | None = None):
+        self.past = past
+        self.new: tuple[jax.Array, jax.Array]
+
+    @property
+    def begin(self) -> Int[Array, "B 1"] | None:
+        """Tokens that came before."""
+        return None if self.past is None else self.past.valid.sum(axis=1, keepdims=True)
 
 
 class Linear(nnx.Module):
@@ -141,14 +160,17 @@ class Positions(nnx.Module):
         self.count, self.offset = count, offset
         self.table = parameter(rngs, (offset + count, features), ("position", "embed"), dtype)
 
-    def __call__(self, valid: Bool[Array, "B T"] | None, shape: tuple[int, ...]) -> Float[Array, "B T D"]:
-        """
+    def __call__(
+        self, valid: Bool[Array, "B T"] | None, shape: tuple[int, ...], begin: Int[Array, "B 1"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """As `token_positions`.
+
         Raises:
             UsageError: more tokens than places.
         """
         if shape[1] > self.count:
             raise UsageError(f"{shape[1]} tokens are more than this model's {self.count} positions")
-        rows = jnp.take(self.table[...], token_positions(valid, shape) + self.offset, axis=0)
+        rows = jnp.take(self.table[...], token_positions(valid, shape, begin) + self.offset, axis=0)
         return constrain(rows, "batch", None, None)
 
 
@@ -180,9 +202,14 @@ class Attention(nnx.Module):
         valid: Bool[Array, "B T"] | None = None,
         rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
         window: Int[Array, ""] | None = None,
+        *,
+        memory: Memory | None = None,
     ) -> Float[Array, "B T D"]:
         q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
-        return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window))
+        past = None
+        if memory is not None:
+            past, memory.new = memory.past, (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+        return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window, past=past))
 
 
 class MLP(nnx.Module):
@@ -236,15 +263,16 @@ class Block(nnx.Module):
         self.mlp = MLP(config, gated=gated, bias=mlp_bias, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], *attention: Any, dropout: Dropout | None = None
+        self, x: Float[Array, "B T D"], *attention: Any, dropout: Dropout | None = None, memory: Memory | None = None
     ) -> Float[Array, "B T D"]:
-        """`attention` is what `Attention` takes after `x`; `dropout` falls on what attention and MLP add."""
+        """`attention` and `memory` are what `Attention` takes after `x`; `dropout` falls on what attention and MLP
+        add."""
         drop = dropout or (lambda added, site: added)
         if self.mlp_norm is None:
             normed = self.attention_norm(x)
-            return x + drop(self.attention(normed, *attention), 0) + drop(self.mlp(normed), 1)
+            return x + drop(self.attention(normed, *attention, memory=memory), 0) + drop(self.mlp(normed), 1)
         if self.order == "post":
-            x = self.attention_norm(x + drop(self.attention(x, *attention), 0))
+            x = self.attention_norm(x + drop(self.attention(x, *attention, memory=memory), 0))
             return self.mlp_norm(x + drop(self.mlp(x), 1))
-        x = x + drop(self.attention(self.attention_norm(x), *attention), 0)
+        x = x + drop(self.attention(self.attention_norm(x), *attention, memory=memory), 0)
         return x + drop(self.mlp(self.mlp_norm(x)), 1)

@@ -2,24 +2,45 @@
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from ralm_jax.config import ReaderConfig
+from ralm_jax.config import ConfigFile, ReaderConfig
 from ralm_jax.hub import locate
-from ralm_jax.model import Model, load_model, matmul_precision, random_model, unloaded_model, warn_of_overflow
+from ralm_jax.model import (
+    Model,
+    config_file,
+    load_model,
+    matmul_precision,
+    random_model,
+    unloaded_model,
+    warn_of_overflow,
+)
 from ralm_jax.models import READERS
 from ralm_jax.sharding import on_mesh
+from ralm_jax.text import read_object
 
 
 @dataclass(frozen=True)
 class Reader(Model):
-    """A decoder-only language model."""
+    """A decoder-only language model.
+
+    Attributes:
+        ends: tokens that end a text.
+    """
 
     config: ReaderConfig
+    ends: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its log-probabilities depend on, for manifests."""
+        return {"weights_sha256": self.fingerprint, "config": self.config.to_hf(), "dtype": self.dtype}
 
     def logits(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """Float32 logits of every position, for checks and small inputs; scoring never forms these."""
@@ -45,9 +66,28 @@ def load_reader(model: str, *, dtype: str = "float32", mesh: Mesh | None = None)
         UsageError: no such model.
         RalmError: the model cannot be loaded exactly; the message says why.
     """
-    loaded = load_model(model, locate(model), READERS, dtype, mesh)
+    path = locate(model)
+    ends = end_tokens(path)
+    loaded = load_model(model, path, READERS, dtype, mesh)
     warn_of_overflow(loaded)
-    return Reader(**vars(loaded))
+    return Reader(**vars(loaded), ends=ends)
+
+
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """The tokens that end a text: `eos_token_id` of generation_config.json, else of the configuration.
+
+    Raises:
+        RalmError: it is neither a number nor a list of them.
+    """
+    own = path / "generation_config.json"
+    for file in (ConfigFile(read_object(own), str(own)), config_file(path)):
+        stated = file.values.get("eos_token_id")
+        if stated is not None:
+            listed = stated if isinstance(stated, list) else [stated]
+            if not all(type(token) is int for token in listed):
+                raise file.unsupported("eos_token_id", stated, "a token's number, or a list of them")
+            return tuple(listed)
+    return ()
 
 
 def unloaded_reader(model: str, *, dtype: str = "float32") -> Reader:

@@ -41,9 +41,16 @@ def rotate_interleaved(
     return jnp.concatenate([turned.reshape(*x.shape[:-1], rotated).astype(x.dtype), x[..., rotated:]], axis=-1)
 
 
-def token_positions(valid: Array | None, shape: tuple[int, ...]) -> jax.Array:
+def token_positions(valid: Array | None, shape: tuple[int, ...], begin: Array | None = None) -> jax.Array:
     """The position of every token of a batch, counted from its first real one, so that padding on either side
-    changes nothing. `valid` (B, T) marks real tokens; None means that all are."""
+    changes nothing.
+
+    Args:
+        valid: (B, T) marks real tokens; None means that all are.
+        begin: (B, 1) tokens that came before.
+    """
     if valid is None:
-        return jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape)
-    return jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+        positions = jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape)
+    else:
+        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    return positions if begin is None else positions + begin

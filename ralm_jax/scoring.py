@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,33 @@ def label_log_probs(
         return jax.lax.map(block_log_probs, blocks).swapaxes(0, 1).reshape(batch, -1)[:, :count]
 
 
-class Scorer:
-    """Scores fixed-shape windows with a reader.
+class WindowScorer(Protocol):
+    """Who scores windows: a reader on this machine, or one behind a server's API.
+
+    Attributes:
+        multiple: a batch has a multiple of so many windows.
+        batch_size: windows a batch.
+    """
+
+    multiple: int
+    batch_size: int
+
+    def batches(self, windows: Windows, batch_size: int) -> Iterator[np.ndarray]:
+        """Log-probabilities (n, R) float32 of any number of windows, a batch at a time; NaN where `windows.scored` is
+        False.
+
+        Raises:
+            RalmError: the reader gives NaN, or does not know a token; or the server does not score.
+        """
+        ...
+
+    def score(self, windows: Windows, batch_size: int | None = None) -> np.ndarray:
+        """`batches` as one array."""
+        return np.concatenate(list(self.batches(windows, batch_size or self.batch_size)))
+
+
+class Scorer(WindowScorer):
+    """Scores fixed-shape windows with a reader on this machine.
 
     Attributes:
         multiple: devices that share a batch.
@@ -105,16 +131,8 @@ class Scorer:
         row_bytes = 4 * self.reader.config.vocab_size * batch_size // self.multiple
         return max(1, LOGITS_BYTES // row_bytes)
 
-    def score(self, windows: Windows, batch_size: int | None = None) -> np.ndarray:
-        """Log-probabilities (n, R) float32 of any number of windows; NaN where `windows.scored` is False.
-
-        Raises:
-            RalmError: the reader gives NaN, or does not know a token.
-        """
-        return np.concatenate(list(self.batches(windows, batch_size or self.batch_size)))
-
     def batches(self, windows: Windows, batch_size: int) -> Iterator[np.ndarray]:
-        """`score`, a batch at a time; the host prepares a batch while the device computes the one before."""
+        """The host prepares a batch while the device computes the one before."""
         highest, known = windows.tokens.max(initial=0), self.reader.config.vocab_size
         if highest >= known:
             raise RalmError(
@@ -310,7 +328,7 @@ def chunk_strides(windows: int, strides: int, batch_size: int, block: int) -> in
 
 
 def score_job(
-    scorer: Scorer, job: Job, table: ScoreTable, *, plain: Scores | None = None, progress: bool | None = None
+    scorer: WindowScorer, job: Job, table: ScoreTable, *, plain: Scores | None = None, progress: bool | None = None
 ) -> None:
     """Fills what `table` lacks of `job`.
 
@@ -319,7 +337,7 @@ def score_job(
         progress: show a progress bar on the terminal; None for "if there is one".
 
     Raises:
-        RalmError: the reader gives NaN or does not know a token, or the table cannot be written.
+        RalmError: as `WindowScorer.batches`, or the table cannot be written.
     """
     if table.first_window_missing():
         first = plain.first_window if plain else scorer.score(job.first_window(), scorer.multiple)[0]

@@ -80,6 +80,6 @@ def batch_multiple(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def shard_batch(mesh: Mesh, array: np.ndarray) -> jax.Array:
+def shard_batch(mesh: Mesh, array: np.ndarray | jax.Array) -> jax.Array:
     """Places `array` (batch first) on the devices that share the batch."""
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))

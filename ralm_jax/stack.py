@@ -10,8 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ralm_jax.attention import Past
 from ralm_jax.config import ReaderConfig
-from ralm_jax.layers import Block, Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from ralm_jax.layers import Block, Dropout, Embedding, LayerNorm, Linear, Memory, RMSNorm
 from ralm_jax.sharding import constrain
 
 
@@ -32,6 +33,7 @@ def scan_layers(
     *args: Any,
     each: tuple[jax.Array, ...] = (),
     dropout: Dropout | None = None,
+    memory: Memory | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T D"]:
     """Runs `x` through stacked layers in order: one compiled body, whatever the depth.
@@ -40,17 +42,27 @@ def scan_layers(
         args: passed to every layer after `x`.
         each: arrays (L, ...), of which every layer is passed its own part after `args`.
         dropout: of which every layer is passed its own, by name, if there is one.
+        memory: of all layers; each is passed its own, by name, if there is one.
         remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
     graphdef, state = nnx.split(layers)
     dropouts = dropout and dropout.split(jax.tree.leaves(state)[0].shape[0])
 
-    def body(x: jax.Array, layer: tuple[nnx.State, tuple[jax.Array, ...], Any]) -> tuple[jax.Array, None]:
-        state, own, dropout = layer
-        named = {} if dropout is None else {"dropout": dropout}
-        return constrain(nnx.merge(graphdef, state)(x, *args, *own, **named), "batch", None, None), None
+    past = None if memory is None else memory.past
 
-    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each, dropouts))[0]
+    def body(x: jax.Array, layer: tuple[nnx.State, tuple[jax.Array, ...], Any, Any]) -> tuple[jax.Array, Any]:
+        state, own, dropout, heads = layer
+        named: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+        if memory is not None:
+            named["memory"] = Memory(None if past is None else Past(heads[0], heads[1], past.valid))
+        x = constrain(nnx.merge(graphdef, state)(x, *args, *own, **named), "batch", None, None)
+        return x, None if memory is None else named["memory"].new
+
+    heads = None if past is None else (past.keys, past.values)
+    x, new = jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each, dropouts, heads))
+    if memory is not None:
+        memory.new = new
+    return x
 
 
 class Decoder(nnx.Module):
@@ -86,8 +98,11 @@ class Decoder(nnx.Module):
         self.head = None if tied else Linear(word, vocab, bias=head_bias, rngs=rngs, dtype=dtype)
 
     @abc.abstractmethod
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm; `valid` marks real tokens where there is padding."""
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm; `valid` marks real tokens where there is padding, `memory` has what came
+        before `tokens`."""
 
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """Float32 logits of any positions' hidden states."""

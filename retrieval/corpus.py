@@ -462,11 +462,14 @@ def as_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
     return pa.record_batch([list(column) for column in zip(*passages, strict=True)], SCHEMA)
 
 
-def read_queries(path: str) -> list[str]:
-    """The queries of a jsonl file of rows {"query"}.
+def read_field(path: str, name: str) -> list[str]:
+    """The texts under `name` in the rows of a jsonl file.
 
     Raises:
         UsageError: there is no such file.
-        RalmError: a row without a query; file and line are named.
+        RalmError: a row without it, or no rows; file and line are named.
     """
-    return [field(row, ["query"], where) for where, row in json_rows(Path(path).expanduser())]
+    found = [field(row, [name], where) for where, row in json_rows(Path(path).expanduser())]
+    if not found:
+        raise RalmError(f"{path}: no rows in it")
+    return found

@@ -48,11 +48,23 @@ def make_queries(
     Raises:
         UsageError: in the retriever's tokens, and it has none.
     """
-    if queries.query_tokens == "reader":
+    own = query_tokenizer(queries, retriever_tokenizer)
+    if own is None:
         return stride_queries(tokens, begins, queries.query_length, tokenizer)
+    return own_queries(text.content, begins, queries.query_length, tokenizer, own)
+
+
+def query_tokenizer(queries: QuerySettings, retriever_tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """The retriever's tokenizer if it is to measure queries, None for the reader's.
+
+    Raises:
+        UsageError: it is, and there is none.
+    """
+    if queries.query_tokens == "reader":
+        return None
     if retriever_tokenizer is None:
         raise UsageError("--query-tokens retriever: this retriever has no tokenizer; only dense ones have their own")
-    return own_queries(text.content, begins, queries.query_length, tokenizer, retriever_tokenizer)
+    return retriever_tokenizer
 
 
 def retrieval_settings(

@@ -69,7 +69,7 @@ def rerank(
         raise RalmError(f"{table.origin}: is of a longer text than {text.origin}, or of another tokenizer")
     table.check_text(text, tokens, tokenizer)
     warn_of_other_sizes(cross_encoder, settings)
-    form, prefix_tokens, longest = checked_format(cross_encoder, own, settings)
+    _, prefix_tokens, longest = checked_format(cross_encoder, own, settings)
     made_with = {
         "text_sha256": text.fingerprint,
         "tokenizer_sha256": tokenizer.fingerprint,
@@ -86,14 +86,9 @@ def rerank(
     with tqdm(total=total, unit="pair", disable=None if progress is None else not progress) as bar:
         for chunk in missing:
             rows = table.rows[chunk.start : chunk.stop]
-            strides, ranks = np.nonzero(rows >= 0)
-            characters = begins[chunk.start : chunk.stop]
-            before = own.encode_batch([prefix_text(text.content, at, prefix_tokens) for at in characters])
-            pairs = cut_pairs(form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, prefix_tokens)
-            scores = np.full(rows.shape, -np.inf, np.float32)
-            scores[strides, ranks] = score_pairs(cross_encoder, form, *pairs, longest, batch_size)
-            writer.write(chunk, scores)
-            bar.update(len(strides))
+            before = [prefix_text(text.content, at, prefix_tokens) for at in begins[chunk.start : chunk.stop]]
+            writer.write(chunk, score_rows(cross_encoder, own, settings, before, rows, encode, batch_size))
+            bar.update(int((rows >= 0).sum()))
     folder.about.update(reranker=cross_encoder.name, retrieved=table.origin, text=text.origin)
     folder.write_manifest()
     return open_ranking(location)
@@ -138,6 +133,30 @@ def rerank_settings(cross_encoder: CrossEncoder, own: Tokenizer, settings: Reran
         "prefix_tokens": prefix_tokens,
         "pair_tokens": longest,
     }
+
+
+def score_rows(
+    cross_encoder: CrossEncoder,
+    own: Tokenizer,
+    settings: RerankSettings,
+    prefixes: Sequence[str],
+    rows: np.ndarray,
+    encode: PassageTokens,
+    batch_size: int | None = None,
+) -> np.ndarray:
+    """(n, k) float32 scores of passages `rows` for what comes after each of n `prefixes`; -inf where the row is -1.
+
+    Raises:
+        UsageError: lengths that do not fit.
+        RalmError: as `score_pairs`.
+    """
+    form, prefix_tokens, longest = checked_format(cross_encoder, own, settings)
+    strides, ranks = np.nonzero(rows >= 0)
+    before = own.encode_batch(list(prefixes))
+    pairs = cut_pairs(form, [before[j] for j in strides], encode(rows[strides, ranks]), longest, prefix_tokens)
+    scores = np.full(rows.shape, -np.inf, np.float32)
+    scores[strides, ranks] = score_pairs(cross_encoder, form, *pairs, longest, batch_size)
+    return scores
 
 
 def score_pairs(

@@ -20,7 +20,7 @@ from retrieval.corpus import (
     Passages,
     describe_corpus,
     read_corpus,
-    read_queries,
+    read_field,
     write_corpus,
     write_passages,
 )
@@ -555,9 +555,9 @@ class TestPassages:
 
 
 def test_queries(tmp_path):
-    assert read_queries(write(tmp_path / "q.jsonl", rows({"query": "a"}, {"query": ""}))) == ["a", ""]
+    assert read_field(write(tmp_path / "q.jsonl", rows({"query": "a"}, {"query": ""})), "query") == ["a", ""]
     with pytest.raises(RalmError, match=r"q\.jsonl:1: field 'query' is missing"):
-        read_queries(write(tmp_path / "q.jsonl", rows({"text": "a"})))
+        read_field(write(tmp_path / "q.jsonl", rows({"text": "a"})), "query")
 
 
 class TestText:

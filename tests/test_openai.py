@@ -1,26 +1,24 @@
 """Embeddings over HTTP, against a server in the test: batches, retries, cache, and a key that goes nowhere."""
 
 import json
-import threading
 from collections import Counter
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ralm_jax import cli
+from ralm_jax import cli, openai_client
 from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.openai_client import cache_file
 from retrieval import openai
 from retrieval.embedder import load_embedder
-from retrieval.openai import OpenAIEmbedder, cache_file
+from retrieval.openai import OpenAIEmbedder
 from tests import tiny
+from tests.api import KEY, assert_secret, serving
 from tests.test_cli import refused
 
 pytest.importorskip("openai", reason="needs the package openai (make test installs it)")
-
-KEY = "sk-never-to-be-seen"
 
 
 def vector(text, size=12):
@@ -34,44 +32,16 @@ def expected(texts):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        server = self.server
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        server.asked.append(asked)
-        server.keys.add(self.headers["authorization"])
-        status, body = 200, None
-        if server.failures:
-            status, body = server.failures.pop(0)
-        if body is None:
-            data = [{"object": "embedding", "index": i, "embedding": vector(text).tolist()}
-                    for i, text in enumerate(asked["input"])]  # fmt: skip
-            body = {"object": "list", "model": asked["model"], "data": data[::-1], "usage": {}}
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"content-type": "application/json", "content-length": len(content),
-                            "retry-after-ms": 5}.items():  # fmt: skip
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
+def reply(path, asked):
+    data = [{"object": "embedding", "index": i, "embedding": vector(text).tolist()}
+            for i, text in enumerate(asked["input"])]  # fmt: skip
+    return {"object": "list", "model": asked["model"], "data": data[::-1], "usage": {}}
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.asked, made.keys, made.failures = [], set(), []
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{made.server_port}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with serving(reply, tmp_path, monkeypatch) as made:
+        yield made
 
 
 def test_vectors_of_length_one_in_the_order_of_the_texts(server):
@@ -108,10 +78,10 @@ def test_retried(server):
     [
         ((401, {"error": {"message": f"Incorrect key {KEY}"}}), "openai:small: Error code: 401"),
         ((404, {"error": {"message": "no such model"}}), "openai:small: Error code: 404.*no such model"),
-        ((200, {"object": "list", "data": []}), "did not answer with a vector|No embedding data received"),
+        ((200, {"object": "list", "data": []}), "did not answer with a vector for each text"),
         ((200, {"object": "list", "data": [{"index": 0, "embedding": [0.0, 0.0]}]}), "with a vector for each text"),
         ((200, {"object": "list", "data": [{"index": 0, "embedding": "x"}]}), "with a vector for each text"),
-        ((200, {"nothing": 1}), "with a vector for each text|No embedding data received"),
+        ((200, {"nothing": 1}), "with a vector for each text"),
     ],
 )
 def test_refusals(server, answer, message, caplog):
@@ -123,7 +93,7 @@ def test_refusals(server, answer, message, caplog):
 
 
 def test_no_server(server, monkeypatch):
-    monkeypatch.setattr(openai, "RETRIES", 0)
+    monkeypatch.setattr(openai_client, "RETRIES", 0)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     with pytest.raises(RalmError, match="openai:small: Connection error"):
         OpenAIEmbedder("small").embed(["a"])
@@ -148,7 +118,7 @@ def test_without_the_package(server, monkeypatch):
 
 
 def test_a_damaged_cache(server):
-    cache_file().write_bytes(b"not a database" * 100)
+    cache_file("embeddings").write_bytes(b"not a database" * 100)
     with pytest.raises(RalmError, match=r"embeddings\.sqlite: the cache of embeddings cannot be used"):
         OpenAIEmbedder("small").embed(["a"])
 
@@ -162,10 +132,7 @@ def test_commands(server, tmp_path, monkeypatch, corpus_file, capsys):
     hits = json.loads(Path("hits.json").read_text())["hits"]
     assert hits[0]["id"] == "7"
     assert hits[0]["score"] == pytest.approx(1, abs=0.01)
-    for path in tmp_path.rglob("*"):  # neither key nor server is in any file
-        if path.is_file():
-            assert KEY.encode() not in path.read_bytes()
-            assert f"127.0.0.1:{server.server_port}".encode() not in path.read_bytes()
+    assert_secret(tmp_path, server)
     monkeypatch.delenv("OPENAI_API_KEY")
     code, line = refused(capsys, "search", "--index", "index", "--query", "a")
     assert (code, "OPENAI_API_KEY is not set" in line) == (2, True)

@@ -11,6 +11,7 @@ import numpy as np
 from eval.lm import check_reader, score
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
+from ralm_jax.reader_api import APIReader
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings, WindowSettings, at_least
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ class Sample:
 
 def collect(
     text: Text,
-    reader: Reader,
+    reader: Reader | APIReader,
     tokenizer: Tokenizer,
     index: Retriever,
     out: str,

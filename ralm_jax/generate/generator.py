@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from ralm_jax.settings import GenerateSettings
 
+Finish = Literal["end", "stop", "length"]
+
 
 class Generation(NamedTuple):
     """What was written after a prompt.
@@ -18,7 +20,7 @@ class Generation(NamedTuple):
     """
 
     text: str
-    finish: Literal["end", "stop", "length"]
+    finish: Finish
     prompt_tokens: int
     new_tokens: int
     cut: int = 0
@@ -51,3 +53,32 @@ class Generator(Protocol):
             RalmError: the reader gives NaN, or the server does not answer.
         """
         ...
+
+
+def open_generator(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "float32",
+    batch_size: int | None = None,
+    window: int | None = None,
+) -> Generator:
+    """The generator of a reader.
+
+    Args:
+        model: as `load_reader` takes it.
+        tokenizer: where the tokenizer is, if not with the model.
+        dtype: as `load_reader` takes it.
+        batch_size: prompts at a time; None chooses.
+        window: tokens that prompt and text may have together; None for the reader's positions.
+
+    Raises:
+        UsageError: no such model or tokenizer, or a window that the reader does not have.
+        RalmError: the model cannot be loaded exactly.
+    """
+    from ralm_jax.generate.local import LocalGenerator
+    from ralm_jax.reader import load_reader
+    from ralm_jax.tokenizer import load_tokenizer
+
+    own = load_tokenizer(tokenizer or model)
+    return LocalGenerator(load_reader(model, dtype=dtype), own, window=window, batch_size=batch_size)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
 from ralm_jax.keys import HEAD, Family, Key, norm
-from ralm_jax.layers import ACTIVATIONS, Positions
+from ralm_jax.layers import ACTIVATIONS, Memory, Positions
 from ralm_jax.stack import Decoder, scan_layers
 
 
@@ -51,9 +51,12 @@ class GPT2(Decoder):
         super().__init__(config, scale=None if config.scale_attention else 1.0, rngs=rngs, dtype=dtype)
         self.positions = Positions(config.max_positions, config.hidden_size, rngs=rngs, dtype=dtype)
 
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        x = self.embed(tokens) + self.positions(valid, tokens.shape)
-        return self.norm(scan_layers(self.layers, x, valid))
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        begin = None if memory is None else memory.begin
+        x = self.embed(tokens) + self.positions(valid, tokens.shape, begin)
+        return self.norm(scan_layers(self.layers, x, valid, memory=memory))
 
 
 # Conv1D stores (in, out); query, key and value are fused along the output.

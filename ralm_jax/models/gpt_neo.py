@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, norm, to_heads
-from ralm_jax.layers import ACTIVATIONS, Positions
+from ralm_jax.layers import ACTIVATIONS, Memory, Positions
 from ralm_jax.stack import Decoder, scan_layers
 
 LAYER_KINDS = ("global", "local")
@@ -80,10 +80,13 @@ class GPTNeo(Decoder):
         seen = {"global": config.max_positions, "local": config.local_window}
         self.seen = tuple(seen[kind] for kind in config.layer_kinds)
 
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        x = self.embed(tokens) + self.positions(valid, tokens.shape)
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        begin = None if memory is None else memory.begin
+        x = self.embed(tokens) + self.positions(valid, tokens.shape, begin)
         windows = jnp.array(self.seen, jnp.int32)
-        return self.norm(scan_layers(self.layers, x, valid, lambda heads: heads, each=(windows,)))
+        return self.norm(scan_layers(self.layers, x, valid, lambda heads: heads, each=(windows,), memory=memory))
 
 
 FAMILY = Family(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
 from ralm_jax.errors import RalmError
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, norm, to_heads
-from ralm_jax.layers import ACTIVATIONS
+from ralm_jax.layers import ACTIVATIONS, Memory
 from ralm_jax.rope import rotary_phases, rotate_interleaved, token_positions
 from ralm_jax.stack import Decoder, scan_layers
 
@@ -57,10 +57,13 @@ class GPTJ(Decoder):
         )
         self.rotary_dim = config.rotary_dim
 
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        phases = rotary_phases(token_positions(valid, tokens.shape), self.rotary_dim, THETA)
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        begin = None if memory is None else memory.begin
+        phases = rotary_phases(token_positions(valid, tokens.shape, begin), self.rotary_dim, THETA)
         rotate = partial(rotate_interleaved, phases=phases)
-        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate))
+        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory))
 
 
 GPTJ_6B = GPTJConfig(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, to_heads
-from ralm_jax.layers import ACTIVATIONS, RMSNorm
+from ralm_jax.layers import ACTIVATIONS, Memory, RMSNorm
 from ralm_jax.rope import rotary_phases, rotate_half, token_positions
 from ralm_jax.stack import Decoder, scan_layers
 
@@ -97,9 +97,13 @@ class Llama(Decoder):
         )
         self.head_dim, self.theta, self.factor = config.head_dim, config.rope_theta, config.rope_factor
 
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
-        phases = rotary_phases(token_positions(valid, tokens.shape), self.head_dim, self.theta, self.factor)
-        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, partial(rotate_half, phases=phases)))
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        begin = None if memory is None else memory.begin
+        phases = rotary_phases(token_positions(valid, tokens.shape, begin), self.head_dim, self.theta, self.factor)
+        rotate = partial(rotate_half, phases=phases)
+        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory))
 
 
 # Hugging Face files hold query and key rows in rotate-half order already.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, norm, to_heads
-from ralm_jax.layers import ACTIVATIONS, Linear, Positions
+from ralm_jax.layers import ACTIVATIONS, Linear, Memory, Positions
 from ralm_jax.stack import Decoder, scan_layers
 
 POSITION_OFFSET = 2
@@ -76,10 +76,13 @@ class OPT(Decoder):
         self.project_in = Linear(word, embed, bias=False, rngs=rngs, dtype=dtype) if narrow else None
         self.project_out = Linear(embed, word, bias=False, rngs=rngs, dtype=dtype) if narrow else None
 
-    def hidden(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
+    def hidden(
+        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+    ) -> Float[Array, "B T D"]:
+        begin = None if memory is None else memory.begin
         x = self.embed(tokens)
         x = x if self.project_in is None else self.project_in(x)
-        x = scan_layers(self.layers, x + self.positions(valid, tokens.shape), valid)
+        x = scan_layers(self.layers, x + self.positions(valid, tokens.shape, begin), valid, memory=memory)
         x = x if self.norm is None else self.norm(x)
         return x if self.project_out is None else self.project_out(x)
 

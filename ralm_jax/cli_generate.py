@@ -1,0 +1,142 @@
+"""The command that writes text. As in `cli`, nothing heavy is imported before it runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import create_mutex_group
+
+from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, check_output_file, refuse_set
+from ralm_jax.errors import UsageError
+from ralm_jax.settings import GenerateSettings, QuerySettings, RerankSettings, at_least
+
+if TYPE_CHECKING:
+    from ralm_jax.generate.local import LocalGenerator
+    from retrieval.generation import PassageFinder
+    from retrieval.retriever import Retriever
+
+ONE_OF_PROMPT = create_mutex_group(required=True, title="what the text begins with")
+
+
+@dataclass(frozen=True)
+class RetrievalOptions:
+    """Which passage stands in front."""
+
+    stride: int = 4
+    """Tokens from one retrieval to the next."""
+    strategy: Literal["first", "zero-shot", "predictive"] = "first"
+    """Whose first choice of the k passages: the retriever's, the reader's own, or that of --reranker."""
+    reranker: str | None = None
+    """For predictive: a folder that `ralm train reranker` made, or any BERT or RoBERTa with one label."""
+    zero_shot_tokens: int = 16
+    """Last tokens that zero-shot reranking goes by."""
+    passage_tokens: int = 256
+    """A passage is cut to so many tokens."""
+    queries: QuerySettings = QuerySettings()
+    exclude: ExcludeOptions = ExcludeOptions()
+
+    def __post_init__(self) -> None:
+        at_least(1, stride=self.stride, zero_shot_tokens=self.zero_shot_tokens, passage_tokens=self.passage_tokens)
+        if (self.strategy == "predictive") != (self.reranker is not None):
+            raise UsageError("--strategy predictive needs --reranker, and no other strategy does")
+
+    def finder(self, index: "Retriever", local: "LocalGenerator", excluded: frozenset[str]) -> "PassageFinder":
+        """What finds the passage, by the strategy."""
+        from ralm_jax.cross_encoder import load_cross_encoder
+        from ralm_jax.tokenizer import load_tokenizer
+        from retrieval.generation import PassageFinder, predictive_ranker, zero_shot_ranker
+
+        finder = PassageFinder(
+            index, local.tokenizer, queries=self.queries, passage_tokens=self.passage_tokens, excluded=excluded
+        )
+        if self.strategy == "zero-shot":
+            finder.rank = zero_shot_ranker(local, finder, stride=self.stride, past=self.zero_shot_tokens)
+        elif self.reranker is not None:
+            cross_encoder, own = load_cross_encoder(self.reranker), load_tokenizer(self.reranker)
+            finder.rank = predictive_ranker(cross_encoder, own, finder, RerankSettings())
+        return finder
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Write on after a prompt, with retrieval every few tokens, and tell where it came from."""
+
+    model: str
+    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    prompt: Annotated[str | None, ONE_OF_PROMPT] = None
+    """One prompt; its text is shown as it comes."""
+    prompts: Annotated[str | None, ONE_OF_PROMPT] = None
+    """A jsonl file of rows {"prompt"}."""
+    index: str | None = None
+    """Folder that `ralm index` made, any Lucene index, or lucene:NAME. Default: no retrieval."""
+    window: int | None = None
+    """Tokens that passage, prompt and text may have together; the prompt loses tokens at its start. Default: the
+    reader's positions."""
+    attribution: Literal["text", "json"] | None = None
+    """Also tell which passage stood in front of which tokens."""
+    compare: bool = False
+    """Also tell the log-probability that each token gained from its passage."""
+    json: str | None = None
+    """Write jsonl rows {"prompt", "text", "finish", …} to this file, not to the terminal; with --index, "segments"."""
+    settings: GenerateSettings = GenerateSettings()
+    retrieval: RetrievalOptions = RetrievalOptions()
+    reader: ReaderOptions = ReaderOptions()
+
+    def run(self) -> None:
+        from ralm_jax.text import encodable, json_line, write_lines
+        from retrieval.corpus import read_field
+
+        if self.index is None:
+            refuse_set(self, "--index", "attribution", "compare")
+            if self.retrieval != RetrievalOptions():
+                raise UsageError("--stride, --strategy and the other options of retrieval are for --index")
+        check_output_file(self.json)
+        prompts = read_field(self.prompts, "prompt") if self.prompts else [encodable(self.prompt or "", "--prompt")]
+        shown = self.prompt is not None and self.json is None and self.attribution != "json"
+        tell = (lambda place, piece: print(piece, end="", flush=True)) if shown else None
+        found = self.plain(prompts, tell) if self.index is None else self.attributed(prompts, tell)
+        lines = (json_line(row) for row, _ in found)
+        if self.json:
+            print(f"{self.json}: {write_lines(self.json, lines):,} prompts")
+        elif not shown:
+            for line in lines:
+                print(line, flush=True)
+        else:
+            ((_, told),) = found
+            print(f"\n\n{told}" if told else "")
+
+    def plain(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
+        """The row of each prompt, as it is finished."""
+        from ralm_jax.generate.generator import open_generator
+
+        options = self.reader
+        generator = open_generator(
+            self.model,
+            tokenizer=options.tokenizer,
+            dtype=options.dtype,
+            batch_size=options.windows_a_batch(),
+            window=self.window,
+        )
+        for place, generation in generator.generate(prompts, self.settings, tell=tell):
+            yield {"prompt": prompts[place]} | generation._asdict(), ""
+
+    def attributed(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
+        """The row of each prompt and its attribution in words, a batch after the other."""
+        from ralm_jax.generate.local import LocalGenerator
+        from ralm_jax.generate.ralm import generate_with_retrieval
+        from retrieval.attribution import attributed_row, format_attribution
+        from retrieval.retriever import open_index
+
+        options, size = self.retrieval, self.reader.windows_a_batch() or 16
+        index, excluded = open_index(self.index or ""), options.exclude.titles()
+        tokenizer, reader = self.reader.load(self.model)
+        local = LocalGenerator(reader, tokenizer, window=self.window)
+        finder = options.finder(index, local, excluded)
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            found = generate_with_retrieval(
+                local, finder, batch, self.settings, stride=options.stride, compare=self.compare, tell=tell
+            )
+            for prompt, one in zip(batch, found, strict=True):
+                words = format_attribution(one, finder) if self.attribution == "text" or self.compare else ""
+                yield attributed_row(prompt, one, finder), words
