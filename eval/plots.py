@@ -51,6 +51,45 @@ def draw(path: str, rows: Sequence[Row], x: str | None, text: str, **options: An
         made.savefig(part, format="png", dpi=150)
 
 
+def draw_curves(
+    path: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    title: str,
+    *,
+    whole: bool = False,
+) -> None:
+    """Writes lines through points (x, y) as PNG, with their names if there are several.
+
+    Args:
+        whole: points are marked, and each of their x, a whole number, has a tick.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker="o" if whole else None, label=name)
+    if whole:
+        places = sorted({x for points in curves.values() for x, _ in points})
+        axes.set_xticks(places, labels=[f"{x:,.0f}" for x in places])
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(curves) > 1:
+        axes.legend(frameon=False, fontsize="small")
+    with replacing(path) as part:
+        figure.savefig(part, format="png", dpi=150)
+
+
 def picture(
     rows: Sequence[Row],
     x: str | None,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eval import plots
 from eval.metrics import perplexity
 from ralm_jax import ranking
 from ralm_jax.score_table import Scores
-from ralm_jax.text import replacing
 
 SIGNALS: dict[str, Callable[[Scores, np.ndarray, int], np.ndarray]] = {
     "surprise": lambda scores, chosen, tokens: ranking.surprise(scores, tokens),
@@ -82,18 +82,6 @@ def draw(path: str, points: list[Point], signal: str, title: str) -> None:
     Raises:
         RalmError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     known = [(100 * point.share, point.token_ppl) for point in points if point.token_ppl is not None]
-    axes.plot(*zip(*known, strict=True))
-    axes.set_xlabel(f"strides that retrieve, those with the highest {signal} first (%)")
-    axes.set_ylabel("perplexity per token")
-    axes.set_title(title, fontsize="medium")
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    with replacing(path) as part:
-        figure.savefig(part, format="png", dpi=150)
+    x_label = f"strides that retrieve, those with the highest {signal} first (%)"
+    plots.draw_curves(path, {"": known}, x_label, "perplexity per token", title)

@@ -17,6 +17,7 @@ import tyro
 from tyro.conf import create_mutex_group
 
 from ralm_jax import __version__
+from ralm_jax.cli_eval import Eval
 from ralm_jax.cli_generate import Generate
 from ralm_jax.cli_models import Convert, Inspect
 from ralm_jax.cli_options import (
@@ -32,7 +33,7 @@ from ralm_jax.cli_options import (
     refuse_set,
 )
 from ralm_jax.cli_rerank import Rerank
-from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval, EvalRetrieval
+from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval
 from ralm_jax.cli_selective import Selective
 from ralm_jax.cli_sweep import Paper, Sweep
 from ralm_jax.cli_train import Train
@@ -327,7 +328,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "sweep": Sweep,
     "paper": Paper,
     "train": Train,
-    "eval-retrieval": EvalRetrieval,
+    "eval": Eval,
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,
     "inspect": Inspect,

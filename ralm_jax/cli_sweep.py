@@ -1,9 +1,11 @@
 """The commands that draw figures. As in `cli`, nothing heavy is imported before they run."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from tyro.conf import create_mutex_group
 
@@ -141,25 +143,31 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's tables and figures, with what sweeps found beside what it states."""
+    """The paper's tables and figures, with what sweeps and answers have beside what it states."""
 
-    sweep: tuple[str, ...]
+    sweep: tuple[str, ...] = ()
     """Folders that `ralm sweep` made."""
-    table: Annotated[Literal[1, 2, 3, 5] | None, ONE_OF_PAPER] = None
-    """GPT-2 on five texts (1), LLaMA (2), small models that rerank for large ones (3), GPT-Neo and GPT-J (5)."""
-    figure: Annotated[Literal[1, 4, 5, 6, 7] | None, ONE_OF_PAPER] = None
-    """Perplexity by reader (1), over reader size (4), stride (5), query length (6) and passages to choose from (7)."""
+    qa: tuple[str, ...] = ()
+    """Folders that `ralm eval qa` made, for table 4 and figure 8."""
+    table: Annotated[Literal[1, 2, 3, 4, 5] | None, ONE_OF_PAPER] = None
+    """GPT-2 on five texts (1), LLaMA (2), small models that rerank for large ones (3), question answering (4), GPT-Neo
+    and GPT-J (5)."""
+    figure: Annotated[Literal[1, 4, 5, 6, 7, 8] | None, ONE_OF_PAPER] = None
+    """Perplexity by reader (1), over reader size (4), stride (5), query length (6) and passages to choose from (7);
+    exact match over passages in the prompt (8)."""
     csv: str | None = None
     """Also write a table's numbers to this file."""
     out: str | None = None
     """PNG for a figure; its numbers go into a CSV of the same name."""
 
     def run(self) -> None:
-        from eval import paper
         from ralm_jax.text import write_text
 
-        if not self.sweep:
-            raise UsageError("--sweep: name at least one")
+        of_answers = self.table == 4 or self.figure == 8
+        if not (self.qa if of_answers else self.sweep):
+            raise UsageError(f"--{'qa' if of_answers else 'sweep'}: name at least one")
+        if self.sweep if of_answers else self.qa:
+            raise UsageError("--qa is for table 4 and figure 8, --sweep for the others")
         if (self.figure is None) != (self.out is None) or (self.figure is not None and self.csv is not None):
             raise UsageError("--figure needs --out for its PNG, and --table takes --csv")
         out = Path(self.out).with_suffix(".csv") if self.out else None
@@ -167,17 +175,50 @@ class Paper:
             raise UsageError(f"{self.out}: is for the figure's numbers; name its PNG with --out")
         for file in (self.csv, self.out):
             check_output_file(file)
-        found = paper.read_sweeps(self.sweep)
-        if self.table is not None:
-            cells = paper.table_cells(self.table, found)
-            print(f"{paper.format_table(self.table, cells)}\n\n{paper.format_matches(cells)}")
+        shown = self.of_answers() if of_answers else self.of_sweeps()
+        if self.out:
+            shown.draw(self.out)
+            write_text(str(out), shown.csv)
+            print(f"{self.out}: figure {self.figure}; its numbers are in {out}\n\n{shown.matches}")
+        else:
+            print(f"{shown.table}\n\n{shown.matches}")
             if self.csv:
-                write_text(self.csv, paper.format_cells(cells))
-        elif self.figure is not None and self.out is not None:
-            cells = paper.figure_cells(self.figure, found)
-            paper.draw_figure(self.figure, cells, self.out)
-            write_text(str(out), paper.format_cells(cells))
-            print(f"{self.out}: figure {self.figure}; its numbers are in {out}\n\n{paper.format_matches(cells)}")
+                write_text(self.csv, shown.csv)
+
+    def of_sweeps(self) -> "Shown":
+        from eval import paper
+
+        found, number = paper.read_sweeps(self.sweep), self.table or self.figure or 0
+        cells = paper.table_cells(number, found) if self.table else paper.figure_cells(number, found)
+        table = paper.format_table(number, cells) if self.table else ""
+        return Shown(
+            table, paper.format_matches(cells), paper.format_cells(cells), partial(paper.draw_figure, number, cells)
+        )
+
+    def of_answers(self) -> "Shown":
+        from eval import paper_qa
+
+        runs = paper_qa.read_runs(self.qa)
+        cells = paper_qa.table_cells(runs) if self.table else paper_qa.figure_cells(runs)
+        table = paper_qa.format_table(cells) if self.table else ""
+        return Shown(
+            table, paper_qa.format_matches(cells), paper_qa.format_cells(cells), partial(paper_qa.draw_figure, cells)
+        )
+
+
+class Shown(NamedTuple):
+    """A table or a figure.
+
+    Attributes:
+        table: for a terminal; empty for a figure.
+        matches: what was taken for what.
+        draw: writes a figure as PNG.
+    """
+
+    table: str
+    matches: str
+    csv: str
+    draw: Callable[[str], None]
 
 
 def distinct(name: str, values: tuple[T, ...]) -> tuple[T, ...]:

@@ -302,7 +302,7 @@ class TestCommands:
     def test_questions(self, capsys):
         ralm("index", "--corpus", "corpus.jsonl", "--out", "index")
         write(Path("qa/nq-test.qa.csv"), f"{tiny.text(5)}\t['{tiny.text(2)}']\n")
-        ralm("eval-retrieval", "--index", "index", "--dataset", "nq", "--data-path", "qa", "--k", "1")
+        ralm("eval", "retrieval", "--index", "index", "--dataset", "nq", "--data-path", "qa", "--k", "1")
         assert "answers" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ class TestCommands:
             ("lm --out o --model m --text corpus.jsonl", 2, "name the corpus with --corpus"),
             ("search --index i --query q --exclude-titles-from none.txt", 2, "none.txt: no such file"),
             ("search --index i --query q --exclude-titles-from corpus.jsonl", 1, "corpus.jsonl"),
-            ("eval-retrieval --index i --dataset triviaqa --data-path wiki", 1, "wiki/test.jsonl"),
+            ("eval retrieval --index i --dataset triviaqa --data-path wiki", 1, "wiki/test.jsonl"),
         ],
     )
     def test_refusals(self, capsys, args, code, message):

@@ -142,7 +142,8 @@ class TestCommands:
     def test_eval_an_index(self, capsys):
         capsys.readouterr()
         ralm(
-            "eval-retrieval",
+            "eval",
+            "retrieval",
             "--index",
             "index",
             "--data",
@@ -177,8 +178,8 @@ class TestCommands:
         assert [context["has_answer"] for context in entries[0]["ctxs"]] == [False, False]
         ralm("convert-retrieval", "r.json.gz", "--out", "again.trec", "--to", "trec")
         assert Path("again.trec").read_text() == run
-        ralm("eval-retrieval", "--results", "run.trec", "--qrels", "qrels.tsv", "--k", "1", "--json", "1.json")
-        ralm("eval-retrieval", "--results", "r.json.gz", "--qrels", "qrels.tsv", "--k", "1", "--json", "2.json")
+        ralm("eval", "retrieval", "--results", "run.trec", "--qrels", "qrels.tsv", "--k", "1", "--json", "1.json")
+        ralm("eval", "retrieval", "--results", "r.json.gz", "--qrels", "qrels.tsv", "--k", "1", "--json", "2.json")
         one, two = (json.loads(Path(name).read_text()) for name in ("1.json", "2.json"))
         assert one["gold"] == two["gold"] == {"questions": 2, "recall": {"1": 0.75}}
         assert "answers" not in one
@@ -188,7 +189,7 @@ class TestCommands:
         questions = [Question("0", "q", (r"ro.tgen$",), (Found("1", 1, "", "by Rontgen"),))]
         write_questions("r.jsonl", questions, "contriever")
         for options, expected in (([], 0), (["--regex"], 1)):
-            ralm("eval-retrieval", "--results", "r.jsonl", "--k", "1", "--json", "r.json", *options)
+            ralm("eval", "retrieval", "--results", "r.jsonl", "--k", "1", "--json", "r.json", *options)
             assert json.loads(Path("r.json").read_text())["answers"]["recall"] == {"1": expected}
             ralm("convert-retrieval", "r.jsonl", "--out", "d.json", "--to", "dpr", "--overwrite", *options)
             assert json.loads(Path("d.json").read_text())[0]["ctxs"][0]["has_answer"] is bool(expected)
@@ -203,13 +204,17 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("args", "code", "message"),
         [
-            (["eval-retrieval", "--index", "index"], 2, "--index needs questions: add --data FILE"),
-            (["eval-retrieval", "--results", "none"], 2, "none: no such file"),
-            (["eval-retrieval", "--results", "qa.csv"], 1, "qa.csv: no passages in it, only questions"),
-            (["eval-retrieval", "--index", "index", "--data", "qa.csv", "--k", "1,x"], 2, "--k 1,x: expected numbers"),
-            (["eval-retrieval", "--index", "index", "--data", "qa.csv", "--k", "0"], 2, "--k 0: expected numbers"),
-            (["eval-retrieval", "--index", "index", "--data", "qrels.tsv"], 1, "qrels.tsv:1: 3 fields, expected 2"),
-            (["eval-retrieval", "--index", "index", "--data", "qa.csv", "--json", "no/r"], 2, "no does not exist"),
+            (["eval", "retrieval", "--index", "index"], 2, "--index needs questions: add --data FILE"),
+            (["eval", "retrieval", "--results", "none"], 2, "none: no such file"),
+            (["eval", "retrieval", "--results", "qa.csv"], 1, "qa.csv: no passages in it, only questions"),
+            (
+                ["eval", "retrieval", "--index", "index", "--data", "qa.csv", "--k", "1,x"],
+                2,
+                "--k 1,x: expected numbers",
+            ),
+            (["eval", "retrieval", "--index", "index", "--data", "qa.csv", "--k", "0"], 2, "--k 0: expected numbers"),
+            (["eval", "retrieval", "--index", "index", "--data", "qrels.tsv"], 1, "qrels.tsv:1: 3 fields, expected 2"),
+            (["eval", "retrieval", "--index", "index", "--data", "qa.csv", "--json", "no/r"], 2, "no does not exist"),
             (
                 ["convert-retrieval", "qa.csv", "--out", "qa.csv", "--to", "dpr"],
                 2,
@@ -227,7 +232,7 @@ class TestCommands:
                 "--corpus-format, --passage-words, --split-rows and --skip-bad-rows are for --corpus",
             ),
             (
-                ["eval-retrieval", "--index", "index", "--data", "qa.csv", "--split", "train"],
+                ["eval", "retrieval", "--index", "index", "--data", "qa.csv", "--split", "train"],
                 2,
                 "--split and --data-path are for --dataset",
             ),
@@ -252,7 +257,7 @@ class TestCommands:
         assert found == code
         assert not Path("x").exists()
 
-    @pytest.mark.parametrize("args", [["eval-retrieval"], ["eval-retrieval", "--results", "a", "--index", "b"],
+    @pytest.mark.parametrize("args", [["eval", "retrieval"], ["eval", "retrieval", "--results", "a", "--index", "b"],
                                       ["convert-retrieval", "a", "--out", "b"],
                                       ["convert-retrieval", "a", "--out", "b", "--to", "x"]])  # fmt: skip
     def test_usage(self, capsys, args):

@@ -38,6 +38,7 @@ class LocalGenerator:
         self.name = reader.name
         self.identity: dict[str, Any] = {
             "reader_sha256": reader.fingerprint,
+            "config": reader.config.to_hf(),
             "tokenizer_sha256": tokenizer.fingerprint,
             "dtype": reader.dtype,
             "window": self.window,
