@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import arg, create_mutex_group
 
-from ralm_jax.cli_options import ReaderOptions, RerunOptions, check_output_file, refuse_set
+from ralm_jax.cli_options import APIOptions, ReaderOptions, RerunOptions, check_output_file, refuse_set
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, Prompts, QuestionDataset, Split, at_least
 
@@ -108,7 +108,7 @@ class EvalQA:
     Answers that are in the folder are not asked for again; --resume with other --passages adds to them."""
 
     model: str
-    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME or openai-chat:NAME for a server's."""
     out: str
     """Folder for predictions.jsonl, qa.csv and qa.png."""
     questions: QuestionOptions = QuestionOptions()
@@ -131,6 +131,7 @@ class EvalQA:
     json: str | None = None
     """Also write the figures to this file."""
     reader: ReaderOptions = ReaderOptions()
+    api: APIOptions = APIOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -138,13 +139,12 @@ class EvalQA:
 
         from eval import qa, qa_report
         from eval.prompts import PRESETS
-        from ralm_jax.generate import generator
         from ralm_jax.text import write_text
         from retrieval.retriever import open_index
 
         check_output_file(self.json)
         at_least(1, max_new_tokens=self.max_new_tokens, window=self.window)
-        counts, batch_size = numbers("--passages", self.passages, 0), self.reader.windows_a_batch()
+        counts = numbers("--passages", self.passages, 0)
         if self.questions == QuestionOptions():
             raise UsageError("--data: name a file of questions, or --dataset")
         read = self.questions.read()
@@ -154,28 +154,24 @@ class EvalQA:
         preset = PRESETS[self.prompt_preset]
         settings = replace(preset.settings, max_new_tokens=self.max_new_tokens or preset.settings.max_new_tokens)
         about = asdict(self) | {"passages": counts}
-        del about["rerun"], about["json"]
-        predictions = qa.answer_questions(
-            asked,
-            counts,
-            generator.open_generator(
-                self.model,
-                tokenizer=self.reader.tokenizer,
-                dtype=self.reader.dtype,
-                batch_size=batch_size,
-                window=self.window,
-            ),
-            preset,
-            self.out,
-            settings=settings,
-            made_with={
-                "questions_sha256": qa.questions_sha256(read),
-                "retriever_sha256": index.fingerprint if index else None,
-                "prompt_preset": self.prompt_preset,
-            },
-            about=about,
-            if_exists=self.rerun.if_exists,
-        )
+        del about["rerun"], about["json"], about["api"]
+        generator = self.reader.generator(self.model, self.window, self.api)
+        with self.api.accounting(generator):
+            predictions = qa.answer_questions(
+                asked,
+                counts,
+                generator,
+                preset,
+                self.out,
+                settings=settings,
+                made_with={
+                    "questions_sha256": qa.questions_sha256(read),
+                    "retriever_sha256": index.fingerprint if index else None,
+                    "prompt_preset": self.prompt_preset,
+                },
+                about=about,
+                if_exists=self.rerun.if_exists,
+            )
         rows, out = qa_report.qa_rows(predictions), Path(self.out).expanduser()
         write_text(str(out / qa.FIGURES), qa_report.format_csv(rows))
         if len(rows) > 1:

@@ -19,7 +19,13 @@ def attributed_row(prompt: str, found: Attributed, finder: PassageFinder) -> dic
         if segment.row >= 0:
             id, title, text = finder.passage(segment.row)
             passage = {"id": id, "title": title, "text": text, "score": segment.score}
-        row = {"text": segment.text, "tokens": segment.tokens, "passage": passage, "log_probs": segment.log_probs}
+        row: dict[str, Any] = {
+            "text": segment.text,
+            "begin": segment.begin,
+            "tokens": segment.tokens,
+            "passage": passage,
+            "log_probs": segment.log_probs,
+        }
         segments.append(row if segment.plain is None else row | {"log_probs_without_passage": segment.plain})
     return {"prompt": prompt} | found.generation._asdict() | {"segments": segments}
 

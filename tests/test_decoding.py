@@ -88,14 +88,14 @@ def test_compilations_are_few(reader):
 
 def test_a_prompt_may_fill_all_positions(reader):
     some = prompts(250, 3)
-    found, _ = run(reader, some, 6)
-    np.testing.assert_array_equal(run(reader, some[1:], 6)[0][0], found[1])
+    found, _ = run(reader, some, 7)
+    np.testing.assert_array_equal(run(reader, some[1:], 7)[0][0], found[1])
 
 
 class TestRefused:
     def test_more_than_the_positions(self, reader):
-        with pytest.raises(UsageError, match="a prompt of 250 tokens and 7 new ones are more than the 256 positions"):
-            run(reader, prompts(250), 7)
+        with pytest.raises(UsageError, match="a prompt of 250 tokens and 8 new ones are more than the 256 positions"):
+            run(reader, prompts(250), 8)
 
     def test_an_empty_prompt(self, reader):
         with pytest.raises(UsageError, match="a prompt is empty"):

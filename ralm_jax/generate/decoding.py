@@ -196,7 +196,7 @@ def check_prompts(reader: Reader, prompts: Sequence[np.ndarray], count: int) -> 
     longest, known = max(map(len, prompts)), reader.config.vocab_size
     if not min(map(len, prompts)):
         raise UsageError("a prompt is empty")
-    if longest + count > reader.config.max_positions:
+    if longest + count - 1 > reader.config.max_positions:  # the last one is not run through the reader
         raise UsageError(
             f"a prompt of {longest:,} tokens and {count:,} new ones are more than the {reader.config.max_positions:,} "
             f"positions of {reader.name}"

@@ -110,7 +110,7 @@ class LocalGenerator:
         Raises:
             UsageError: none do.
         """
-        left = self.window - len(self.specials) - len(passage) - room
+        left = self.window - len(passage) - room  # BOS takes the place of the last token, which nothing is read after
         if left < 1:
             beside = f"a passage of {len(passage)} and " if len(passage) else ""
             raise UsageError(

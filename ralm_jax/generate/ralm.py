@@ -138,7 +138,7 @@ def generate_with_retrieval(
 def room_ahead(local: LocalGenerator, stories: Sequence[Story], passages: Sequence[np.ndarray], count: int) -> int:
     """New tokens that there is room for before texts lose some at their start; the next `count` may cost them some."""
     taken = max(len(passage) + len(story.tokens) for story, passage in zip(stories, passages, strict=True))
-    return max(count, min(AHEAD, local.window - len(local.specials) - taken))
+    return max(count, min(AHEAD, local.window - taken))
 
 
 def add_plain(local: LocalGenerator, stories: Sequence[Story], stride: int) -> None:
