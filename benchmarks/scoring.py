@@ -18,6 +18,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,8 +52,8 @@ class Options:
     """With --shared: the text."""
     corpus: str = ""
     """With --shared: the corpus."""
-    strides: int = 16
-    """With --shared: strides with 16 passages, and 4 times as many with one."""
+    strides: int = 64
+    """With --shared: strides with 16 passages, and 4 times as many with one; in blocks of 16."""
     quick: bool = False
     """One round of 4 windows."""
     json: str | None = None
@@ -207,41 +208,61 @@ def compare(options: Options) -> dict[str, Any]:
     }
 
 
-BLOCK = 64
+BLOCK, STRIDE = 64, 4
+STRATEGIES = ("none", "first", "zero-shot", "oracle")
 
 
 def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[str, Any]:
-    """Seconds of exact and shared windows, and perplexities of the strides after the first window, which both share."""
+    """Seconds of exact and shared windows over blocks at even distances in the text, and perplexities of their strides.
+
+    A block is a text of its own, with a window of tokens before it, which both modes score as well.
+    """
     from eval.lm import score
     from eval.report import policies
     from eval.sample import smollm2
     from ralm_jax.reader import load_reader
     from ralm_jax.settings import QuerySettings, StrideSettings, WindowSettings
-    from ralm_jax.text import read_text
+    from ralm_jax.text import Text, read_text
     from ralm_jax.tokenizer import load_tokenizer
     from retrieval.query import retrieve
     from retrieval.retriever import open_index
 
     text, model = read_text(options.text), str(smollm2())
     reader, tokenizer, index = load_reader(model), load_tokenizer(model), open_index(str(folder / "index"))
-    seconds, perplexities = {}, {}
-    for name, block in (("exact", None), ("shared", BLOCK)):
-        windows = WindowSettings(block=block)
-        for run, limit in (("compiles", 2), ("timed", 1 + strides)):
-            settings = StrideSettings(options.window, limit_strides=limit)
-            place = str(folder / f"{name}-{k}-{run}")
-            table = retrieve(index, text, tokenizer, f"{place}-r", strides=settings, queries=QuerySettings(k=k))
+    tokens, offsets = tokenizer.encode_with_offsets(text.content)
+    span = options.window + BLOCK
+    starts = np.linspace(0, len(tokens) - span - 1, strides * STRIDE // BLOCK).astype(int)
+    pieces = [Text(text.content[offsets[at, 0] : offsets[at + span - 1, 1]], text.origin) for at in starts]
+    settings = StrideSettings(options.window, STRIDE, limit_strides=1 + BLOCK // STRIDE)
+    seconds = dict.fromkeys(("exact", "shared"), 0.0)
+    nll: dict[str, dict[str, list[np.ndarray]]] = {name: defaultdict(list) for name in seconds}
+    for i, piece in enumerate([pieces[0], *pieces]):  # the first one twice: it compiles
+        queries, place = QuerySettings(k=k), folder / f"{k}-{i}"
+        table = retrieve(index, piece, tokenizer, f"{place}-r", strides=settings, queries=queries, progress=False)
+        for name, block in (("exact", None), ("shared", BLOCK)):
             started = time.perf_counter()
             scores = score(
-                text, reader, tokenizer, place, strides=settings, windows=windows,
-                retrieved=(table, index.passages), k=k,
+                piece, reader, tokenizer, f"{place}-{name}", strides=settings, windows=WindowSettings(block=block),
+                retrieved=(table, index.passages), k=k, progress=False,
             )  # fmt: skip
-            seconds[name] = time.perf_counter() - started
-        chosen = {name: policies()[name](scores) for name in ("none", "first", "zero-shot", "oracle")}
-        of_strides = {strategy: scores.target[np.arange(strides), which] for strategy, which in chosen.items()}
-        perplexities[name] = {strategy: float(np.exp(-target.mean())) for strategy, target in of_strides.items()}
-    return {"k": k, "strides": strides, "seconds": seconds, "ratio": seconds["exact"] / seconds["shared"],
-            "perplexities": perplexities}  # fmt: skip
+            if i:
+                seconds[name] += time.perf_counter() - started
+                for strategy in STRATEGIES:
+                    chosen = policies()[strategy](scores)
+                    nll[name][strategy].append(-np.nansum(scores.target[np.arange(len(chosen)), chosen], axis=1))
+    exact, shared = ({key: np.concatenate(value) / STRIDE for key, value in found.items()} for found in nll.values())
+    return {
+        "k": k, "strides": len(exact["none"]), "seconds": seconds, "ratio": seconds["exact"] / seconds["shared"],
+        "perplexities": {
+            strategy: {
+                "exact": float(np.exp(exact[strategy].mean())),
+                "shared": float(np.exp(shared[strategy].mean())),
+                "change": float(np.expm1((shared[strategy] - exact[strategy]).mean())),
+                "standard_error": float((shared[strategy] - exact[strategy]).std(ddof=1) / len(exact["none"]) ** 0.5),
+            }
+            for strategy in STRATEGIES
+        },
+    }  # fmt: skip
 
 
 def build(corpus: str, folder: str) -> None:
@@ -257,15 +278,15 @@ def shared_windows(options: Options) -> None:
         run_apart(build, options.corpus, str(folder / "index"))
         sizes = ((1, 4 * options.strides), (16, options.strides))
         results = [run_apart(compare_modes, options, k, strides, folder) for k, strides in sizes]
-    print(f"SmolLM2, windows of {options.window}, stride 4, {options.text}; perplexities of exact and shared windows")
-    print(f"{'passages':<10}{'strides':>8}{'exact':>10}{'shared':>10}{'ratio':>7}")
+    print(f"SmolLM2, windows of {options.window}, stride {STRIDE}, {options.text}")
+    print("perplexities of exact and shared windows, their change and its standard error over strides")
     for result in results:
-        seconds, (exact, shared) = result["seconds"], result["perplexities"].values()
-        each = (
-            f"{name} {exact[name]:.3f} {shared[name]:.3f} ({shared[name] / exact[name] - 1:+.2%})" for name in exact
-        )
-        print(f"{result['k']:<10}{result['strides']:>8}{seconds['exact']:>8.1f} s{seconds['shared']:>8.1f} s"
-              f"{result['ratio']:>7.2f}   {', '.join(each)}")  # fmt: skip
+        seconds = result["seconds"]
+        print(f"top {result['k']}, {result['strides']} strides: exact {seconds['exact']:.1f} s, shared "
+              f"{seconds['shared']:.1f} s, ratio {result['ratio']:.2f}")  # fmt: skip
+        for strategy, found in result["perplexities"].items():
+            print(f"  {strategy:<10}{found['exact']:>9.3f}{found['shared']:>9.3f}{found['change']:>+9.2%}"
+                  f"{found['standard_error']:>8.2%}")  # fmt: skip
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
