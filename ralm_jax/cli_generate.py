@@ -36,12 +36,15 @@ class RetrievalOptions:
     passage_tokens: int = 256
     """A passage is cut to so many tokens."""
     queries: QuerySettings = QuerySettings()
+    reading: RerankSettings = RerankSettings()
     exclude: ExcludeOptions = ExcludeOptions()
 
     def __post_init__(self) -> None:
         at_least(1, stride=self.stride, zero_shot_tokens=self.zero_shot_tokens, passage_tokens=self.passage_tokens)
         if (self.strategy == "predictive") != (self.reranker is not None):
             raise UsageError("--strategy predictive needs --reranker, and no other strategy does")
+        if self.reranker is None:
+            refuse_set(self.reading, "--strategy predictive")
 
     def finder(self, index: "Retriever", local: "LocalGenerator", excluded: frozenset[str]) -> "PassageFinder":
         """What finds the passage, by the strategy."""
@@ -56,7 +59,7 @@ class RetrievalOptions:
             finder.rank = zero_shot_ranker(local, finder, stride=self.stride, past=self.zero_shot_tokens)
         elif self.reranker is not None:
             cross_encoder, own = load_cross_encoder(self.reranker), load_tokenizer(self.reranker)
-            finder.rank = predictive_ranker(cross_encoder, own, finder, RerankSettings())
+            finder.rank = predictive_ranker(cross_encoder, own, finder, self.reading)
         return finder
 
 

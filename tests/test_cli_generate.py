@@ -76,7 +76,7 @@ class TestRetrieval:
     def test_another_chooses(self, place, strategy):
         options = []
         if strategy == "predictive":
-            options = ["--reranker", tiny.save_cross_encoder(place / "reranker")]
+            options = ["--reranker", tiny.save_cross_encoder(place / "reranker"), "--prefix-tokens", 16]
         chosen = ["--prompt", PROMPT, "--index", place / "index", "--strategy", strategy, "--k", 5]
         first, other = (rows(place, *some)[0]["segments"] for some in (chosen[:4], chosen + options))
         assert [s["passage"]["id"] for s in first] != [s["passage"]["id"] for s in other]
@@ -97,6 +97,7 @@ class TestRetrieval:
         (["--index", "nowhere"], "nowhere"),
         (["--index", "INDEX", "--strategy", "predictive"], "--strategy predictive needs --reranker"),
         (["--index", "INDEX", "--reranker", "x"], "--strategy predictive needs --reranker"),
+        (["--index", "INDEX", "--prefix-tokens", "16"], "--prefix-tokens and --pair-tokens are for --strategy"),
         (["--index", "INDEX", "--stride", "0"], "stride must be at least 1"),
         (["--index", "INDEX", "--query-tokens", "retriever"], "this retriever has no tokenizer"),
         (["--index", "INDEX", "--window", "20"], "a window of 20 tokens has no room"),

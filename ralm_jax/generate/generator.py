@@ -15,7 +15,7 @@ class Generation(NamedTuple):
     Attributes:
         text: up to, and without, a stop string or the end of text.
         finish: why it ends: the reader ended it, a stop string came, or it has all the tokens that were asked for.
-        prompt_tokens: that went in.
+        prompt_tokens: that went in, BOS among them.
         new_tokens: that came out, those of a stop string among them.
         cut: tokens that the prompt lost at its start, since it did not fit.
     """

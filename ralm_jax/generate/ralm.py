@@ -132,7 +132,10 @@ def generate_with_retrieval(
             break
     if compare:
         add_plain(local, stories, stride)
-    return [Attributed(story.writer.generation(len(story.prompt)), story.segments) for story in stories]
+    return [
+        Attributed(story.writer.generation(len(local.specials) + len(story.prompt)), story.segments)
+        for story in stories
+    ]
 
 
 def room_ahead(local: LocalGenerator, stories: Sequence[Story], passages: Sequence[np.ndarray], count: int) -> int:
