@@ -107,11 +107,10 @@ class TestRetrieval:
         (["--stop", ""], "what follows is empty"),
         (["--json", "nowhere/out.jsonl"], "the folder nowhere does not exist"),
         (["--concurrency", "3"], "for a server's model"),
-        (["--prompts", "PROMPTS"], ""),
     ],
 )
 def test_refused(place, capsys, args, message):
-    names = {"INDEX": place / "index", "PROMPTS": place / "prompts.jsonl"}
+    names = {"INDEX": place / "index"}
     code, line = refused(
         capsys, "generate", "--model", place / "model", "--prompt", PROMPT, *(names.get(arg, arg) for arg in args)
     )

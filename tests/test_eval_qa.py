@@ -25,6 +25,7 @@ from retrieval.bm25 import build_index
 from retrieval.corpus import Passage
 from retrieval.qa import Found, Question
 from retrieval.results import read_questions
+from tests import api, tiny
 from tests.test_cli import ralm, refused
 
 ROOT = Path(__file__).parents[1]
@@ -361,7 +362,7 @@ class TestCommand:
         )
         ((model, options, reader),) = place
         assert (model, options) == (
-            "m", {"tokenizer": None, "dtype": "float32", "batch_size": None, "window": None}
+            "m", {"tokenizer": None, "dtype": "float32", "batch_size": None, "window": None, "concurrency": 8}
         )  # fmt: skip
         assert len(reader.asked) == 8
         report = json.loads(Path("r.json").read_text())
@@ -545,6 +546,40 @@ def test_killed_and_resumed(place):
     ralm(*command, "whole")
     assert sorted(map(str, lines("out"))) == sorted(map(str, lines("whole")))
     assert Path("out/qa.csv").read_bytes() == Path("whole/qa.csv").read_bytes()
+
+
+def test_a_reader_of_this_machine(tmp_path, tiny_model, monkeypatch):
+    """The same answers again, in other batches, and after half of them were lost."""
+    monkeypatch.chdir(tmp_path)
+    asked = [
+        {"question": tiny.text(n, n), "answers": ["ba"], "ctxs": [{"text": tiny.text(20, n)}]} for n in range(3, 9)
+    ]
+    Path("qa.json").write_text(json.dumps(asked))
+    command = ["eval", "qa", "--model", tiny_model, "--data", "qa.json", "--passages", "0,1", "--out"]
+    ralm(*command, "first")
+    ralm(*command, "second", "--batch-size", "3")
+    assert sorted(map(str, lines("first"))) == sorted(map(str, lines("second")))
+    assert {row["new_tokens"] for row in lines("first")} != {0}
+    whole = Path("first/predictions.jsonl").read_bytes()
+    Path("first/predictions.jsonl").write_bytes(whole[: len(whole) // 2])
+    ralm(*command, "first", "--resume")
+    assert sorted(map(str, lines("first"))) == sorted(map(str, lines("second")))
+    assert Path("first/qa.csv").read_bytes() == Path("second/qa.csv").read_bytes()
+
+
+def test_a_server(tmp_path, monkeypatch, capsys):
+    def reply(path, request):
+        return {"choices": [{"text": " Rome\n", "finish_reason": "stop"}], "usage": {"prompt_tokens": 7}}
+
+    monkeypatch.chdir(tmp_path)
+    Path("qa.json").write_text(json.dumps([{"question": f"Q{n}", "answers": ["Rome"]} for n in range(5)]))
+    with api.serving(reply, tmp_path, monkeypatch):
+        ralm(
+            "eval", "qa", "--model", "openai:m", "--data", "qa.json", "--passages", "0", "--out", "out", "--price-in", 2
+        )
+    printed = capsys.readouterr().out
+    assert "openai:m: 5 requests (35 tokens read, 0 written), 0 answers from the cache; cost 0.0001" in printed
+    assert [row["em"] for row in lines("out")] == [True] * 5
 
 
 def test_settings_of_generation_are_those_of_the_preset():
