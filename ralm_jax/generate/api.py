@@ -5,10 +5,10 @@ import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Literal
+from typing import Any
 
 from ralm_jax.errors import UsageError
-from ralm_jax.generate.generator import Generation
+from ralm_jax.generate.generator import Finish, Generation
 from ralm_jax.generate.stopping import Stopping
 from ralm_jax.openai_client import CHAT_PREFIX, CONCURRENCY, Cache, Server, Usage, cache_key, concurrently
 from ralm_jax.settings import GenerateSettings, at_least
@@ -167,7 +167,7 @@ def checked(text: Any) -> str:
     return text
 
 
-def finish(choice: Any, stop: Sequence[str]) -> Literal["end", "stop", "length"]:
+def finish(choice: Any, stop: Sequence[str]) -> Finish:
     """Why a text ended. The API says "stop" of a stop string and of the end of text; vLLM adds which string it was, and
     of the others we take it that there was one, if there are any."""
     if choice.finish_reason == "length":

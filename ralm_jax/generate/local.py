@@ -1,7 +1,6 @@
 """Text from a reader on this machine's devices."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,13 +35,7 @@ class LocalGenerator:
         self.window = checked_window(reader, window)
         self.specials = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.int32)
         self.name = reader.name
-        self.identity: dict[str, Any] = {
-            "reader_sha256": reader.fingerprint,
-            "config": reader.config.to_hf(),
-            "tokenizer_sha256": tokenizer.fingerprint,
-            "dtype": reader.dtype,
-            "window": self.window,
-        }
+        self.identity = reader.identity | {"tokenizer_sha256": tokenizer.fingerprint, "window": self.window}
         self._batch_size = batch_size
 
     def generate(
