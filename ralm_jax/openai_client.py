@@ -207,6 +207,7 @@ def concurrently(work: Callable[[T], R], items: Sequence[T], threads: int) -> Ge
             try:
                 done.put((place, work(items[place]), None))
             except BaseException as error:
+                stopped.set()  # before anyone is told: no thread takes another item meanwhile
                 done.put((place, None, error))
 
     try:

@@ -9,6 +9,8 @@ import transformers
 from ralm_jax.reader import load_reader
 from ralm_jax.sharding import make_mesh
 
+transformers.utils.logging.set_verbosity_error()  # it warns of end tokens beyond a tiny vocabulary
+
 # Weights of 0.15 give logits of standard deviation 1. Twice that saturates the softmax, which then turns the rounding
 # of either side into 1e-4 (measured against PyTorch in float64).
 
