@@ -260,7 +260,7 @@ class ReaderOptions:
             UsageError: no such model; or options that do not go with it.
             RalmError: the model cannot be loaded exactly.
         """
-        from ralm_jax.generate.generator import open_generator
+        from ralm_jax.generate import open_generator
 
         api.check(model)
         if is_api(model):

@@ -17,8 +17,8 @@ from eval.answers import judge
 from eval.prompts import PRESETS
 from eval.qa_report import format_rows, qa_rows, read_csv
 from eval.retrievers import evaluate
+from ralm_jax import generate
 from ralm_jax.errors import RalmError, UsageError
-from ralm_jax.generate import generator
 from ralm_jax.generate.generator import Generation
 from ralm_jax.settings import GenerateSettings
 from retrieval.bm25 import build_index
@@ -343,7 +343,7 @@ def place(tmp_path, monkeypatch):
         readers.append((model, options, Lookup()))
         return readers[-1][-1]
 
-    monkeypatch.setattr(generator, "open_generator", open_generator, raising=False)
+    monkeypatch.setattr(generate, "open_generator", open_generator)
     return readers
 
 
@@ -462,7 +462,7 @@ class TestCommand:
         assert not Path("out").exists()
 
     def test_ctrl_c_says_that_it_goes_on(self, place, capsys, monkeypatch):
-        monkeypatch.setattr(generator, "open_generator", lambda *args, **options: Lookup(stop_after=3), raising=False)
+        monkeypatch.setattr(generate, "open_generator", lambda *args, **options: Lookup(stop_after=3))
         code, line = refused(capsys, *QA, "--data", "qa.jsonl", "--passages", "0")
         assert (code, "--resume goes on from there" in line) == (130, True)
         assert len(lines("out")) == 3
@@ -510,7 +510,7 @@ class TestRealQuestions:
 
 KILLED = """
 import time
-from ralm_jax.generate import generator
+from ralm_jax import generate
 from tests.test_eval_qa import Lookup
 from ralm_jax import cli
 
@@ -520,7 +520,7 @@ class Slow(Lookup):
             time.sleep(0.05)
             yield made
 
-generator.open_generator = lambda model, **options: Slow()
+generate.open_generator = lambda model, **options: Slow()
 cli.main("eval qa --model m --out out --data qa.jsonl --index words --passages 0,1,2".split())
 """
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from ralm_jax.openai_client import CONCURRENCY, is_api
 from ralm_jax.settings import GenerateSettings
 
 Finish = Literal["end", "stop", "length"]
@@ -54,39 +53,3 @@ class Generator(Protocol):
             RalmError: the reader gives NaN, or the server does not answer.
         """
         ...
-
-
-def open_generator(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    dtype: str = "float32",
-    batch_size: int | None = None,
-    window: int | None = None,
-    concurrency: int = CONCURRENCY,
-) -> Generator:
-    """The generator of a reader.
-
-    Args:
-        model: as `load_reader` takes it, or openai:NAME or openai-chat:NAME for a server's; the arguments that follow
-            are for a reader on this machine, `concurrency` is for a server.
-        tokenizer: where the tokenizer is, if not with the model.
-        dtype: as `load_reader` takes it.
-        batch_size: prompts at a time; None chooses.
-        window: tokens that prompt and text may have together; None for the reader's positions.
-        concurrency: requests at the same time.
-
-    Raises:
-        UsageError: no such model or tokenizer, or a window that the reader does not have.
-        RalmError: the model cannot be loaded exactly.
-    """
-    if is_api(model):
-        from ralm_jax.generate.api import APIGenerator
-
-        return APIGenerator(model, concurrency=concurrency)
-    from ralm_jax.generate.local import LocalGenerator
-    from ralm_jax.reader import load_reader
-    from ralm_jax.tokenizer import load_tokenizer
-
-    own = load_tokenizer(tokenizer or model)
-    return LocalGenerator(load_reader(model, dtype=dtype), own, window=window, batch_size=batch_size)
