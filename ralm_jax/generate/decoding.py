@@ -169,6 +169,7 @@ def decode(
             parts.append(begin(reader.graphdef, reader.state, *arrays, jnp.int32(drawn), sampling))
         room = bucket(count)
         run, written = join([(make_room(run, length, room), written) for run, written in parts])
+    del parts  # keys and values of the prompts once more
     back = np.argsort(order)
     for _ in range(count - 1):
         with on_mesh(reader.mesh):
