@@ -29,7 +29,7 @@ class LocalGenerator:
             batch_size: prompts at a time; None chooses.
 
         Raises:
-            UsageError: more than the reader's positions, or a `batch_size` below 1.
+            UsageError: a window of more than the reader's positions.
         """
         self.reader, self.tokenizer = reader, tokenizer
         self.window = checked_window(reader, window)
