@@ -114,17 +114,19 @@ def score(
     ids, groups = grouped(rows, together)
     passage_tokens = JoinedPassages(encode, groups)
 
+    block = windows.block_strides(strides)
+    margin = shared_margin(reader, strides, block)
     settings = score_settings(text, reader, tokenizer, strides, windows, rows, len(schedule))
     settings |= {"retrieval": retrieved[0].settings if retrieved else None} | sample
     settings |= {"strides_of_retrieval": True} if strides_of_retrieval else {}
+    settings |= {"block_margin": margin} if block > 1 else {}
     folder = Folder.create(location, KIND, settings, if_exists)
     if plain is not None:
         check_plain(location, plain, folder.settings)
-    block = windows.block_strides(strides)
     labels = windows.past + block * strides.stride
-    scorer = Scorer(reader, strides.window, labels, batch_size) if isinstance(reader, Reader) else reader
+    scorer = Scorer(reader, strides.window + margin, labels, batch_size) if isinstance(reader, Reader) else reader
     bos = tokenizer.bos if everywhere else None
-    job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, ids, passage_tokens, bos)
+    job = Job(tokens, schedule, strides.window, strides.stride, block, windows.past, ids, passage_tokens, bos, margin)
     count = len(job.shared(range(len(rows)), plain=plain is None)[0])
     table = ScoreTable(
         folder,
@@ -144,6 +146,13 @@ def score(
         folder.about["retrieved"] = retrieved[0].origin
     folder.write_manifest()
     return open_scores(location)
+
+
+def shared_margin(reader: Reader | APIReader, strides: StrideSettings, block: int) -> int:
+    """Tokens that the windows of a block of so many strides are longer than others: those with which its strides have
+    as much prefix on average as by themselves, as far as the reader has positions."""
+    known = reader.config.max_positions if isinstance(reader, Reader) else strides.window
+    return max(0, min((block - 1) * strides.stride // 2, known - strides.window))
 
 
 def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:

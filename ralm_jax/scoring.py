@@ -2,7 +2,8 @@
 
 In exact mode every window is scored by itself, as the papers define it. In shared mode the strides of a block that have
 a passage in common are scored in one window, which ends with the block: neighbouring strides share about half of their
-first passages. Their prefix lacks up to block - stride tokens at its far end; all else is the same.
+first passages. Such a window is longer by half of block - stride where the reader has the positions, so that a stride's
+prefix has up to so many tokens more or less at its far end, and as many on average; all else is the same.
 """
 
 import functools
@@ -241,6 +242,7 @@ class Job:
         window: tokens a window.
         stride: tokens that a stride has at most.
         block: strides that share windows; 1 is exact.
+        margin: tokens that a shared window is longer than `window`.
         past: tokens before each target that are scored as well.
         rows: (J, k) the passages, or groups of them, of the strides after the first; -1 for none.
         passage_tokens: gives the tokens of rows.
@@ -256,6 +258,7 @@ class Job:
     rows: np.ndarray
     passage_tokens: Callable[[np.ndarray], list[np.ndarray]]
     bos: int | None
+    margin: int = 0
 
     def first_window(self) -> Windows:
         """The first window: all tokens but the first are labels."""
@@ -302,12 +305,12 @@ class Job:
         last = np.minimum(first + self.block, len(self.schedule)) - 1
         windows = build_windows(
             self.tokens,
-            starts=self.schedule.starts[last],
+            starts=self.schedule.starts[last] - self.margin,
             first_labels=self.schedule.targets[first] - self.past,
             ends=self.schedule.ends[last],
             passages=self.passage_tokens(wanted[:, 1]),
             num_labels=self.past + self.block * self.stride,
-            length=self.window,
+            length=self.window + self.margin,
             bos=self.bos,
         )
         begins = self.schedule.targets[places[:, 0] + strides.start + 1] - self.schedule.targets[first[places[:, 2]]]

@@ -92,7 +92,8 @@ class WindowSettings:
     """Where the BOS of a tokenizer that adds one goes. Default: every-window; ai21: passage."""
     block: int | None = None
     """Strides of a block of so many tokens share the window of a passage, which ends with the block: faster, with up to
-    block - stride tokens less of the prefix's far end. Default: the stride, which is exact."""
+    half of block - stride tokens more or less at the prefix's far end, as far as the reader has positions. Default: the
+    stride, which is exact."""
 
     def __post_init__(self) -> None:
         at_least(0, past=self.past)

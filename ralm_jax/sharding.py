@@ -4,7 +4,7 @@ Mesh axes are `(data, fsdp, tensor)`. A batch is split over `data` and `fsdp`; p
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ralm_jax.errors import UsageError
 
+AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 RULES = (
@@ -34,23 +35,39 @@ RULES = (
 )
 
 
-def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh over this job's devices; `data` takes what `fsdp` and `tensor` leave.
+def make_mesh(
+    data: int | None = None, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh over `devices` (default: all of this job); `data` takes what `fsdp` and `tensor` leave.
 
     Raises:
         UsageError: `fsdp` and `tensor` do not divide the devices, or more devices are asked for than there are.
     """
-    devices = jax.device_count()
+    devices = jax.devices() if devices is None else devices
     if data is None:
-        if fsdp * tensor < 1 or devices % (fsdp * tensor):
-            raise UsageError(f"fsdp={fsdp} times tensor={tensor} does not divide the {devices} devices here")
-        data = devices // (fsdp * tensor)
-    if not 1 <= data * fsdp * tensor <= devices:
-        raise UsageError(f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not fit the {devices} devices here")
-    used = jax.devices()[: data * fsdp * tensor]
-    return jax.make_mesh(
-        (data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=used
-    )
+        if fsdp * tensor < 1 or len(devices) % (fsdp * tensor):
+            raise UsageError(f"fsdp={fsdp} times tensor={tensor} does not divide the {len(devices)} devices here")
+        data = len(devices) // (fsdp * tensor)
+    if not 1 <= data * fsdp * tensor <= len(devices):
+        raise UsageError(f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not fit the {len(devices)} devices here")
+    used = devices[: data * fsdp * tensor]
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=used)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """What `make_mesh` takes, of text such as "data=2,fsdp=4,tensor=1"; an axis that is left out has the size that
+    `make_mesh` gives it.
+
+    Raises:
+        UsageError: another axis, one that is named twice, or a size that is not 1 or more.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"mesh {text!r}: expected such as data=2,fsdp=4,tensor=1, each of {', '.join(AXES)} once")
+        sizes[axis] = int(size)
+    return sizes
 
 
 @contextmanager

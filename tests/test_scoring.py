@@ -71,9 +71,10 @@ def run(tmp_path, reader, tokenizer, *, strides=STRIDES, windows=WINDOWS, tokens
 
 def brute_force(reader, tokenizer, windows, tokens, table, passages):
     """Log-probabilities by the protocol, one unpadded window at a time, from all logits; where strides share windows,
-    each begins where that of the block's last stride does."""
+    each begins half a block, less half a stride, before that of the block's last stride does."""
     ids = tokenizer.encode(tiny.text(tokens)).tolist()
     schedule = make_schedule(tokens, STRIDES)
+    margin = ((windows.block or STRIDES.stride) - STRIDES.stride) // 2
     bos = list(tokenizer.prefix) if windows.bos == "every-window" else []
 
     def log_probs(context, labels):
@@ -85,9 +86,9 @@ def brute_force(reader, tokenizer, windows, tokens, table, passages):
     rest = {}
     for j in range(1, len(schedule)):
         last = min(j + -j % windows.block_strides(STRIDES), len(schedule) - 1)
-        start, target, end = schedule.starts[last], schedule.targets[j], schedule.ends[j]
+        start, target, end = schedule.starts[last] - margin, schedule.targets[j], schedule.ends[j]
         for i in range(1 + table.k):
-            window = ids[start:end]
+            window = ids[max(0, start) : end]
             if i:
                 row = table.rows[j, i - 1]
                 if row < 0:
@@ -97,7 +98,7 @@ def brute_force(reader, tokenizer, windows, tokens, table, passages):
                     limit = windows.passage_tokens - len(tokenizer.prefix) - len(tokenizer.suffix)
                     passage = [*tokenizer.prefix, *passage[:limit], *tokenizer.suffix]
                 passage = passage[: windows.passage_tokens]
-                window[: len(passage)] = passage
+                window = [*passage, *ids[max(0, start + len(passage)) : end]]
             labels = ids[target - windows.past : end]
             rest[j - 1, i] = log_probs(bos + window[:-1], labels)
     return first, rest
@@ -159,6 +160,7 @@ class TestShared:
         shared = run(tmp_path, reader, bare, **options)
         assert sum(scored) == 1 + 5 * (1 + K)  # 17 strides are five blocks
         assert shared.settings["block"] == 16
+        assert shared.settings["block_margin"] == 6  # half of 16 - 4
         assert not np.isnan(shared.target[:-1]).any()
 
     def test_a_killed_run_goes_on(self, tmp_path, reader, bare, monkeypatch):
@@ -170,6 +172,11 @@ class TestShared:
         monkeypatch.undo()
         again = run(tmp_path, reader, bare, if_exists="resume", **options | {"batch_size": 3})
         np.testing.assert_allclose(whole.target, again.target, atol=1e-5)
+
+    def test_no_window_is_longer_than_the_readers_positions(self, tmp_path, bare):
+        few = tiny.reader(replace(tiny.GPT2, max_positions=66))
+        shared = run(tmp_path, few, bare, windows=replace(WINDOWS, block=16))
+        assert shared.settings["block_margin"] == 2
 
     @pytest.mark.parametrize(
         ("block", "message"),
