@@ -52,11 +52,16 @@ class GPT2(Decoder):
         self.positions = Positions(config.max_positions, config.hidden_size, rngs=rngs, dtype=dtype)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         begin = None if memory is None else memory.begin
         x = self.embed(tokens) + self.positions(valid, tokens.shape, begin)
-        return self.norm(scan_layers(self.layers, x, valid, memory=memory))
+        return self.norm(scan_layers(self.layers, x, valid, memory=memory, remat=remat))
 
 
 # Conv1D stores (in, out); query, key and value are fused along the output.

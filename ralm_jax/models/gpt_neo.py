@@ -81,12 +81,19 @@ class GPTNeo(Decoder):
         self.seen = tuple(seen[kind] for kind in config.layer_kinds)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         begin = None if memory is None else memory.begin
         x = self.embed(tokens) + self.positions(valid, tokens.shape, begin)
         windows = jnp.array(self.seen, jnp.int32)
-        return self.norm(scan_layers(self.layers, x, valid, lambda heads: heads, each=(windows,), memory=memory))
+        return self.norm(
+            scan_layers(self.layers, x, valid, lambda heads: heads, each=(windows,), memory=memory, remat=remat)
+        )
 
 
 FAMILY = Family(

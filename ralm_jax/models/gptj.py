@@ -58,12 +58,17 @@ class GPTJ(Decoder):
         self.rotary_dim = config.rotary_dim
 
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         begin = None if memory is None else memory.begin
         phases = rotary_phases(token_positions(valid, tokens.shape, begin), self.rotary_dim, THETA)
         rotate = partial(rotate_interleaved, phases=phases)
-        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory))
+        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory, remat=remat))
 
 
 GPTJ_6B = GPTJConfig(

@@ -98,12 +98,17 @@ class Llama(Decoder):
         self.head_dim, self.theta, self.factor = config.head_dim, config.rope_theta, config.rope_factor
 
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         begin = None if memory is None else memory.begin
         phases = rotary_phases(token_positions(valid, tokens.shape, begin), self.head_dim, self.theta, self.factor)
         rotate = partial(rotate_half, phases=phases)
-        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory))
+        return self.norm(scan_layers(self.layers, self.embed(tokens), valid, rotate, memory=memory, remat=remat))
 
 
 # Hugging Face files hold query and key rows in rotate-half order already.

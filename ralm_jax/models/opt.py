@@ -77,12 +77,17 @@ class OPT(Decoder):
         self.project_out = Linear(embed, word, bias=False, rngs=rngs, dtype=dtype) if narrow else None
 
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         begin = None if memory is None else memory.begin
         x = self.embed(tokens)
         x = x if self.project_in is None else self.project_in(x)
-        x = scan_layers(self.layers, x + self.positions(valid, tokens.shape, begin), valid, memory=memory)
+        x = scan_layers(self.layers, x + self.positions(valid, tokens.shape, begin), valid, memory=memory, remat=remat)
         x = x if self.norm is None else self.norm(x)
         return x if self.project_out is None else self.project_out(x)
 
