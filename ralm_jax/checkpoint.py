@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +12,9 @@ import tensorstore as ts
 from flax import nnx
 
 from ralm_jax.errors import RalmError, first_line
+from ralm_jax.layers import stored_shape
 from ralm_jax.sources.base import Index, sampled_hash
-from ralm_jax.weights import cast, flat_state, some
+from ralm_jax.weights import cast, flat_state, padded_array, some, stored_shapes, unpadded, within
 
 FOLDER = "orbax"  # inside a model's folder, beside its config.json and tokenizer
 DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # by the file that describes an array
@@ -29,7 +29,7 @@ def save(folder: Path, state: nnx.State) -> None:
     """Writes the parameters of `state` to `folder`."""
     import orbax.checkpoint as ocp  # takes a second to import
 
-    arrays = {path: leaf.get_value() for path, leaf in flat_state(state).items()}
+    arrays = {path: unpadded(leaf) for path, leaf in flat_state(state).items()}
     with ocp.StandardCheckpointer() as orbax:
         orbax.save((folder / FOLDER).absolute(), arrays)
 
@@ -86,19 +86,21 @@ def restore(folder: Path, state: nnx.State) -> nnx.State:
     """
     path, stores = (folder / FOLDER).absolute(), check(folder, state)
 
-    def read(name: str, leaf: Any) -> jax.Array:
-        indices = {str(index): index for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+    def read(name: str, parameter: nnx.Param) -> jax.Array:
+        leaf, shape = parameter.get_value(), stored_shape(parameter)
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        stored = {str(index): index for index in (within(within(index, leaf.shape), shape) for index in indices)}
         # all at once, so that a chunk that several devices share is decoded once
-        parts = {key: stores[name][index].read() for key, index in indices.items()}
+        parts = {key: stores[name][index].read() for key, index in stored.items()}
 
-        def part(index: Index | None) -> np.ndarray:
+        def part(index: Index) -> np.ndarray:
             with reading(path, name):
                 values = parts[str(index)].result()
             return values if values.dtype == leaf.dtype else cast(values, leaf.dtype, name)
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+        return padded_array(leaf, shape, part)
 
-    wanted = {name: leaf.get_value() for name, leaf in flat_state(state).items()}
+    wanted = flat_state(state)
     with ThreadPoolExecutor() as pool:
         arrays = dict(zip(wanted, pool.map(read, wanted.keys(), wanted.values()), strict=True))
     leaves = {path: leaf.replace(arrays[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)}
@@ -111,13 +113,13 @@ def check(folder: Path, state: nnx.State) -> dict[str, ts.TensorStore]:
     Raises:
         RalmError: naming all that is wrong.
     """
-    wanted, found = {name: leaf.get_value() for name, leaf in flat_state(state).items()}, opened(folder)
+    wanted, found = stored_shapes(state), opened(folder)
     wrong = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     wrong += [f"{name} is unknown" for name in found.keys() - wanted.keys()]
     wrong += [
-        f"{name} has shape {list(found[name].shape)}, expected {list(wanted[name].shape)}"
+        f"{name} has shape {list(found[name].shape)}, expected {list(wanted[name])}"
         for name in wanted.keys() & found.keys()
-        if tuple(found[name].shape) != wanted[name].shape
+        if tuple(found[name].shape) != wanted[name]
     ]
     if wrong:
         raise RalmError(f"{folder}: the weights do not fit: {some(sorted(wrong))}")

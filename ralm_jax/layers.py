@@ -6,6 +6,7 @@ logits are float32.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ralm_jax.attention import Past, attend
 from ralm_jax.config import ModelConfig
 from ralm_jax.errors import UsageError
 from ralm_jax.rope import token_positions
-from ralm_jax.sharding import constrain
+from ralm_jax.sharding import constrain, parts_of
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -33,13 +34,28 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def parameter(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike, *, init: str = "normal"
 ) -> nnx.Param:
-    """One tensor: shape, logical axes, dtype and initialisation ("normal", "zeros" or "ones") in one record."""
+    """One tensor: shape, logical axes, dtype and initialisation ("normal", "zeros" or "ones") in one record.
+
+    A vocabulary that the current mesh cannot cut into equal parts has rows of zeros after its last, which
+    `stored_shape` leaves out; key/value heads that it cannot cut lie whole on every device (`shared_out` parts them).
+    """
+    padding = [(0, -size % parts_of(axis) if axis == "vocab" else 0) for axis, size in zip(axes, shape, strict=True)]
+    whole = [axis == "kv_heads" and size % parts_of(axis) > 0 for axis, size in zip(axes, shape, strict=True)]
+    placed = tuple(None if one else axis for axis, one in zip(axes, whole, strict=True))
     initializer = {
         "normal": nnx.initializers.normal(0.02),
         "zeros": nnx.initializers.zeros_init(),
         "ones": nnx.initializers.ones_init(),
     }[init]
-    return nnx.Param(initializer(rngs.params(), shape, dtype), out_sharding=axes)
+    value = initializer(rngs.params(), shape, dtype)
+    if not any(after for _, after in padding):
+        return nnx.Param(value, out_sharding=placed)
+    return nnx.Param(jnp.pad(value, padding), out_sharding=placed, unpadded=shape)
+
+
+def stored_shape(leaf: nnx.Variable) -> tuple[int, ...]:
+    """The shape of a parameter without what pads its vocabulary: that of checkpoints, whatever the mesh."""
+    return leaf.get_metadata().get("unpadded", leaf.get_value().shape)
 
 
 def broadcast_over(values: jax.Array, x: jax.Array) -> jax.Array:
@@ -114,10 +130,12 @@ class Embedding(nnx.Module):
     """A table of vectors; `logits` uses it as a tied head."""
 
     def __init__(self, rows: int, features: int, *, axes: tuple[str, str], rngs: nnx.Rngs, dtype: DTypeLike):
+        self.rows = axes[0]
         self.table = parameter(rngs, (rows, features), axes, dtype)
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return constrain(jnp.take(self.table[...], ids, axis=0), "batch", None, None)
+        table = constrain(self.table[...], self.rows, None)  # else the partitioner gathers the rows as well
+        return constrain(jnp.take(table, ids, axis=0), "batch", None, None)
 
     def logits(self, x: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         return jnp.einsum("brd,vd->brv", x, self.table[...], preferred_element_type=jnp.float32)
@@ -170,7 +188,8 @@ class Positions(nnx.Module):
         """
         if shape[1] > self.count:
             raise UsageError(f"{shape[1]} tokens are more than this model's {self.count} positions")
-        rows = jnp.take(self.table[...], token_positions(valid, shape, begin) + self.offset, axis=0)
+        table = constrain(self.table[...], "position", None)
+        rows = jnp.take(table, token_positions(valid, shape, begin) + self.offset, axis=0)
         return constrain(rows, "batch", None, None)
 
 
@@ -206,10 +225,19 @@ class Attention(nnx.Module):
         memory: Memory | None = None,
     ) -> Float[Array, "B T D"]:
         q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
+        q, k, v = constrain(q, "batch", None, "heads", None), shared_out(k), shared_out(v)
         past = None
         if memory is not None:
             past, memory.new = memory.past, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
         return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window, past=past))
+
+
+def shared_out(x: Float[Array, "B S K H"]) -> Float[Array, "B S _ H"]:
+    """Keys or values, each head on the devices of its queries: where the mesh cuts queries into parts that do not divide
+    the K heads, such as more than K, every head is repeated until they do."""
+    heads = x.shape[2]
+    x = jnp.repeat(x, math.lcm(heads, parts_of("kv_heads")) // heads, axis=2)
+    return constrain(x, "batch", None, "kv_heads", None)
 
 
 class MLP(nnx.Module):

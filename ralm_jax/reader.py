@@ -45,7 +45,7 @@ class Reader(Model):
     def logits(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """Float32 logits of every position, for checks and small inputs; scoring never forms these."""
         with on_mesh(self.mesh):
-            return all_logits(self.graphdef, self.state, tokens, valid)
+            return all_logits(self.graphdef, self.state, tokens, valid)[:, :, : self.config.vocab_size]
 
 
 @functools.partial(jax.jit, static_argnums=0)

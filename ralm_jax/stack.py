@@ -86,6 +86,7 @@ class Decoder(nnx.Module):
             word: axis and size of embeddings and of the head's input, if not those of the hidden states.
             block: what `Block` takes.
         """
+        self.vocab_size = config.vocab_size
         word = word or {"embed": config.hidden_size}
         ((axis, size),) = word.items()
         self.embed = Embedding(config.vocab_size, size, axes=("vocab", axis), rngs=rngs, dtype=dtype)
@@ -105,8 +106,11 @@ class Decoder(nnx.Module):
         before `tokens`."""
 
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
-        """Float32 logits of any positions' hidden states."""
-        return self.embed.logits(hidden) if self.head is None else self.head(hidden, jnp.float32)
+        """Float32 logits of any positions' hidden states; -inf for what pads the vocabulary."""
+        logits = self.embed.logits(hidden) if self.head is None else self.head(hidden, jnp.float32)
+        logits = constrain(logits, "batch", None, "vocab")
+        padding = jnp.arange(logits.shape[2])[None, None] >= self.vocab_size
+        return logits if logits.shape[2] == self.vocab_size else jnp.where(padding, -jnp.inf, logits)
 
     def __call__(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         return self.logits(self.hidden(tokens, valid))

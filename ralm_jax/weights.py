@@ -25,6 +25,7 @@ from flax import nnx
 from ralm_jax.config import ModelConfig
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.keys import Family, Wanted, wanted_tensors
+from ralm_jax.layers import stored_shape
 from ralm_jax.sources.base import FLOATS, Index, TensorSource
 
 log = logging.getLogger("ralm")
@@ -33,6 +34,11 @@ log = logging.getLogger("ralm")
 def flat_state(state: nnx.State) -> dict[str, nnx.Param]:
     """Parameters by dotted path."""
     return {".".join(str(part) for part in path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def stored_shapes(state: nnx.State) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters by dotted path, as a checkpoint has them."""
+    return {path: stored_shape(leaf) for path, leaf in flat_state(state).items()}
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def match(family: Family, state: nnx.State, config: ModelConfig, source: TensorS
             wrong.append(f"{embedding} and {head} differ, but the configuration ties them (tie_word_embeddings)")
 
     entries, missing = [], []
-    for wanted in wanted_tensors(family, {path: leaf.shape for path, leaf in flat_state(state).items()}):
+    for wanted in wanted_tensors(family, stored_shapes(state)):
         own = available.pop(wanted.name, None)
         own = available.pop(wanted.alias, None) if own is None else own  # both are there: the alias is unknown
         if own is None:
@@ -119,17 +125,18 @@ def load(family: Family, state: nnx.State, config: ModelConfig, source: TensorSo
         RalmError: the checkpoint does not fit; see `match`.
     """
     entries = match(family, state, config, source, where)
-    abstract = flat_state(state)
+    abstract, shapes = flat_state(state), stored_shapes(state)
     filled: dict[str, jax.Array] = {}
     for entry in entries:
         for part, path in enumerate(entry.wanted.key.parts):
             leaf = abstract[path].get_value()
             if entry.wanted.layer is None:
-                filled[path] = read_part(source, entry, part, leaf.shape, leaf.dtype, leaf.sharding)
+                filled[path] = read_part(source, entry, part, shapes[path], leaf)
                 continue
             spec = jax.sharding.PartitionSpec(*leaf.sharding.spec[1:])
             sharding = jax.sharding.NamedSharding(leaf.sharding.mesh, spec)
-            layer = read_part(source, entry, part, leaf.shape[1:], leaf.dtype, sharding)
+            one = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+            layer = read_part(source, entry, part, shapes[path][1:], one)
             if path not in filled:
                 filled[path] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             filled[path] = put_layer(filled[path], layer, jnp.int32(entry.wanted.layer))
@@ -138,24 +145,42 @@ def load(family: Family, state: nnx.State, config: ModelConfig, source: TensorSo
 
 
 def read_part(
-    source: TensorSource, entry: Match, part: int, shape: tuple[int, ...], dtype: Any, sharding: Any
+    source: TensorSource, entry: Match, part: int, shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    """Part `part` of a tensor as an array on the devices; each device's slice is read by itself."""
+    """Part `part` of a tensor, of `shape`, as an array on the devices, padded to that of `leaf`; each device's slice is
+    read by itself."""
     key = entry.wanted.key
     layout = key.layout(len(shape))
     sizes = key.sizes(layout, shape)
     several = len(key.parts) > 1
 
-    def read(index: Index | None) -> np.ndarray:
-        index = index or ()
+    def read(index: Index) -> np.ndarray:
         wanted = (slice(part, part + 1), *index) if several else index
         by_name = dict(zip(layout.wanted, wanted, strict=True))
         stored = source.read(entry.name, layout.stored_index(sizes, by_name))
         cut = {name: len(range(*by_name[name].indices(size))) for name, size in sizes.items()}
         values = rearrange(stored, layout.forward, **cut)
-        return cast(values[0] if several else values, dtype, entry.name)
+        return cast(values[0] if several else values, leaf.dtype, entry.name)
 
-    return jax.make_array_from_callback(shape, sharding, read)
+    return padded_array(leaf, shape, read)
+
+
+def within(index: Index, shape: tuple[int, ...]) -> Index:
+    """What of the slices `index` lies within `shape`."""
+    return tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+
+
+def padded_array(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
+    """The array of an abstract `leaf` whose first rows, of `shape`, are read slice by slice; zeros behind them."""
+
+    def part(index: Index | None) -> np.ndarray:
+        wanted = within(index or (slice(None),) * len(shape), leaf.shape)
+        values = read(within(wanted, shape))
+        lengths = (one.stop - one.start for one in wanted)
+        missing = [(0, length - size) for length, size in zip(lengths, values.shape, strict=True)]
+        return np.pad(values, missing) if any(after for _, after in missing) else values
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
 def cast(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
@@ -167,9 +192,15 @@ def cast(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     return made
 
 
+def unpadded(leaf: nnx.Param) -> jax.Array:
+    """A parameter as checkpoints have it."""
+    value, shape = leaf.get_value(), stored_shape(leaf)
+    return value if value.shape == shape else value[tuple(slice(size) for size in shape)]
+
+
 def stored_tensor(wanted: Wanted, leaves: dict[str, nnx.Param]) -> np.ndarray:
     """The tensor of the checkpoint, from the parameters `leaves`."""
-    values = [leaves[path].get_value() for path in wanted.key.parts]
+    values = [unpadded(leaves[path]) for path in wanted.key.parts]
     arrays = [np.asarray(value if wanted.layer is None else value[wanted.layer]) for value in values]
     layout = wanted.key.layout(arrays[0].ndim)
     whole = np.stack(arrays) if len(arrays) > 1 else arrays[0]
@@ -194,8 +225,7 @@ def save(folder: Path, family: Family, config: ModelConfig, state: nnx.State, sh
 
 def hf_tensors(family: Family, state: nnx.State) -> dict[str, Wanted]:
     """The tensors of the Hugging Face checkpoint of `state`, which may be abstract, by full name."""
-    shapes = {path: leaf.get_value().shape for path, leaf in flat_state(state).items()}
-    return {hf_name(family, wanted): wanted for wanted in wanted_tensors(family, shapes)}
+    return {hf_name(family, wanted): wanted for wanted in wanted_tensors(family, stored_shapes(state))}
 
 
 def hf_name(family: Family, wanted: Wanted) -> str:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ralm_jax.errors import UsageError
 from ralm_jax.model import abstract
@@ -84,25 +83,6 @@ def test_scan_is_the_loop_and_remat_changes_nothing(name):
         plain, again = (jax.jit(jax.grad(partial(loss, remat)))(state) for remat in (False, True))
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-@FAMILIES
-def test_shards_are_one_device(name):
-    config = tiny.READERS[name]
-    alone = tiny.reader(config)
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    spread = tiny.on(alone, mesh)
-    leaves = {path: leaf.get_value() for path, leaf in flat_state(spread.state).items()}
-    for path, spec in (
-        ("layers.attention.q.kernel", PartitionSpec(None, "fsdp", "tensor", None)),
-        ("layers.attention.o.kernel", PartitionSpec(None, "tensor", None, "fsdp")),
-        ("layers.mlp.down.kernel", PartitionSpec(None, "tensor", "fsdp")),
-        ("embed.table", PartitionSpec("tensor", None if name == "opt-350m" else "fsdp")),
-        ("layers.attention_norm.scale", PartitionSpec(None, "fsdp")),
-    ):
-        assert leaves[path].sharding.is_equivalent_to(NamedSharding(mesh, spec), leaves[path].ndim), path
-    ids = tokens((4, 24))
-    np.testing.assert_allclose(spread.logits(ids), alone.logits(ids), atol=1e-5)
 
 
 def test_every_parameter_has_a_logical_axis_for_every_dimension():

@@ -23,7 +23,7 @@ from ralm_jax.models.opt import OPTConfig
 from ralm_jax.reader import Reader, random_reader
 from ralm_jax.sharding import make_mesh
 from ralm_jax.tokenizer import Tokenizer
-from ralm_jax.weights import flat_state
+from ralm_jax.weights import flat_state, padded_array
 
 WORDS = [f"{first}{second}" for first in "bdfklmnprst" for second in ("a", "e", "i", "o", "u", "an", "er", "il", "os")]
 
@@ -139,9 +139,17 @@ def reader(config, seed: int = 0) -> Reader:
 
 def on(made: Reader, mesh) -> Reader:
     """The same reader on another mesh."""
-    _, placed = abstract(made.family, made.config, mesh)
-    state = jax.device_put(made.state, jax.tree.map(lambda leaf: leaf.sharding, placed))
-    return replace(made, mesh=mesh, state=state)
+    graphdef, placed = abstract(made.family, made.config, mesh)
+    leaves = [
+        (
+            path,
+            leaf.replace(
+                padded_array(leaf.get_value(), value.shape, lambda index, value=value: np.asarray(value)[index])
+            ),
+        )
+        for (path, leaf), value in zip(nnx.to_flat_state(placed), jax.tree.leaves(made.state), strict=True)
+    ]
+    return replace(made, mesh=mesh, graphdef=graphdef, state=nnx.from_flat_state(leaves))
 
 
 def assert_same(left: nnx.State, right: nnx.State) -> None:
