@@ -100,10 +100,15 @@ class Decoder(nnx.Module):
 
     @abc.abstractmethod
     def hidden(
-        self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, memory: Memory | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        valid: Bool[Array, "B T"] | None = None,
+        memory: Memory | None = None,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm; `valid` marks real tokens where there is padding, `memory` has what came
-        before `tokens`."""
+        before `tokens`; `remat` as for `scan_layers`."""
 
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """Float32 logits of any positions' hidden states; -inf for what pads the vocabulary."""
