@@ -233,8 +233,8 @@ class Attention(nnx.Module):
 
 
 def shared_out(x: Float[Array, "B S K H"]) -> Float[Array, "B S _ H"]:
-    """Keys or values, each head on the devices of its queries: where the mesh cuts queries into parts that do not divide
-    the K heads, such as more than K, every head is repeated until they do."""
+    """Keys or values, each head on the devices of its queries: where the mesh cuts queries into parts that do not
+    divide the K heads, such as more than K, every head is repeated until they do."""
     heads = x.shape[2]
     x = jnp.repeat(x, math.lcm(heads, parts_of("kv_heads")) // heads, axis=2)
     return constrain(x, "batch", None, "kv_heads", None)
