@@ -53,6 +53,7 @@ lint: $(VENV)/$(EXTRA)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck -x -P SCRIPTDIR tpu_scripts/*.sh .ci/run
 
 clean:
 	rm -rf $(VENV) demo
