@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.reader import Reader
 from ralm_jax.reader_api import APIReader
@@ -141,10 +142,13 @@ def score(
     )
     score_job(scorer, job, table, plain=plain, progress=progress)
 
-    folder.about.update(describe(text, offsets, schedule, rows, passages, encode), reader=reader.name)
-    if retrieved is not None:
-        folder.about["retrieved"] = retrieved[0].origin
-    folder.write_manifest()
+    def finish() -> None:
+        folder.about.update(describe(text, offsets, schedule, rows, passages, encode), reader=reader.name)
+        if retrieved is not None:
+            folder.about["retrieved"] = retrieved[0].origin
+        folder.write_manifest()
+
+    processes.once(finish)  # when all have written their chunks
     return open_scores(location)
 
 
@@ -344,20 +348,25 @@ def language_model(
         RalmError: as these do.
     """
     root = Path(out).expanduser()
-    taken = [name for name in ("index", "retrieval", "scores", "report.json") if (root / name).exists()]
+    names = ("index", "retrieval", "scores", "report.json")
+    taken = processes.once(lambda: [name for name in names if (root / name).exists()])
     if "://" in out:
         raise UsageError(f"{out}: the index needs a local disk; use the steps one by one to write to a bucket")
     if taken and if_exists == "refuse":
         raise UsageError(f"{out}: has {', '.join(taken)} already; add --resume to go on, or --overwrite")
-    index = resumed_index(str(root / "index"), source) if if_exists == "resume" else None
-    if index is None:
-        index = build_index(
-            passages,
-            str(root / "index"),
-            source=source,
-            if_exists="resume" if if_exists == "resume" else "overwrite",
-            progress=progress,
-        )
+
+    def make_index() -> None:
+        if if_exists != "resume" or resumed_index(str(root / "index"), source) is None:
+            build_index(
+                passages,
+                str(root / "index"),
+                source=source,
+                if_exists="resume" if if_exists == "resume" else "overwrite",
+                progress=progress,
+            )
+
+    processes.once(make_index)
+    index = open_index(str(root / "index"))
     table = retrieve(
         index,
         text,

@@ -8,15 +8,16 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 from tyro.conf import create_mutex_group
 
-from ralm_jax import __version__
+from ralm_jax import __version__, processes
 from ralm_jax.cli_eval import Eval
 from ralm_jax.cli_generate import Generate
 from ralm_jax.cli_models import Convert, Inspect
@@ -30,6 +31,7 @@ from ralm_jax.cli_options import (
     RerunOptions,
     TextOptions,
     check_output_file,
+    device_options,
     refuse_set,
 )
 from ralm_jax.cli_rerank import Rerank
@@ -37,7 +39,7 @@ from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval
 from ralm_jax.cli_selective import Selective
 from ralm_jax.cli_sweep import Paper, Sweep
 from ralm_jax.cli_train import Train
-from ralm_jax.errors import RalmError, UsageError
+from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.settings import DenseSearch, QuerySettings, StrideSettings, TextDataset, WindowSettings, at_least
 
 ONE_OF_CORPUS = create_mutex_group(required=True, title="the corpus")
@@ -310,7 +312,8 @@ class LM:
         if count.bad:
             print(f"{self.corpus or self.text.dataset}: {count}")
         out = Path(self.out).expanduser()
-        self.report.show([str(out / "scores")], str(out / "report.json"))
+        if processes.first():
+            self.report.show([str(out / "scores")], str(out / "report.json"))
         print(f"\nIndex, retrieval, scores and report.json are in {self.out}.")
 
 
@@ -337,7 +340,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `ralm`; exits with 0, with 1 for a failure, 2 for a request that cannot be met, 130 for Ctrl-C."""
+    """Runs `ralm`; exits with 0, with 1 for a failure, 2 for a request that cannot be met, 130 for Ctrl-C, 143 where
+    SIGTERM stops a training that can go on from there."""
     args = sys.argv[1:] if args is None else list(args)
     logging.basicConfig(format="ralm: %(levelname)s: %(message)s", level=logging.WARNING)
     if sys.unraisablehook is sys.__unraisablehook__:
@@ -359,21 +363,48 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         command.run()
     except RalmError as error:
-        fail(str(error), error.exit_code)
+        device_options(command).join()
+        if processes.count() > 1:
+            let_one_speak()
+        processes.fail(str(error), error.exit_code)
+        processes.wait()  # the end of one is the end of all
+        sys.stdout.flush()
     except KeyboardInterrupt:
         resumable = hasattr(command, "rerun") and getattr(command, "engine", "") != "lucene"
         again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
-        fail("interrupted" + (f"; what is finished is kept, and {again} goes on from there" if again else ""), 130)
+        advice = f"; what is finished is kept, and {again} goes on from there" if again else ""
+        processes.fail(f"interrupted{advice}", 130)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:  # a full disk, no permission
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        processes.fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            broken(error)
         saving = getattr(command, "saves_memory", "a smaller --batch-size")
-        fail(f"the device is out of memory: try {saving} or --dtype bfloat16", 1)
+        processes.fail(f"the device is out of memory: try {saving} or --dtype bfloat16", 1)
+    except Exception as error:
+        broken(error)
+
+
+def let_one_speak() -> None:
+    """Of several processes, only the first says how it goes. What libraries print of their connections goes to
+    stderr."""
+    out = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(out, "w") if processes.first() else open(os.devnull, "w")  # noqa: SIM115
+    if not processes.first():
+        logging.disable(logging.WARNING)
+
+
+def broken(error: Exception) -> NoReturn:
+    """A fault of ours, or of what one process of several has done to the others: shows where, and ends them all."""
+    if processes.count() == 1:
+        raise error
+    traceback.print_exception(error)
+    processes.fail(f"{type(error).__name__}: {first_line(error)}", 1)
 
 
 def interrupt_again(ignored: Any) -> None:
@@ -383,8 +414,3 @@ def interrupt_again(ignored: Any) -> None:
         threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(ignored)
-
-
-def fail(message: str, code: int) -> None:
-    print(f"ralm: error: {message}", file=sys.stderr)
-    sys.exit(code)

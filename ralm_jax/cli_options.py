@@ -2,20 +2,23 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg, create_mutex_group
 
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.openai_client import CONCURRENCY, is_api
 from ralm_jax.settings import IfExists, Split, TextDataset, WindowSettings, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from jax.sharding import Mesh
 
     from ralm_jax.generate.generator import Generator
     from ralm_jax.reader import Reader
@@ -108,6 +111,70 @@ class RerunOptions:
 
 
 @dataclass(frozen=True)
+class DeviceOptions:
+    """The devices that models run on, of this process or of several that make one job.
+
+    Every process of a job is given the same command, and must see the same files and folders."""
+
+    mesh: Annotated[str, arg(metavar="data=N,fsdp=N,tensor=N|auto")] = "auto"
+    """How devices share the work: data and fsdp split a batch, fsdp and tensor the weights. auto: all split the batch
+    if each has room for the weights; otherwise tensor is as large as that takes."""
+    distributed: bool = False
+    """Join the job's other processes as JAX finds them in the environment: on TPU pods, by SLURM, Open MPI or
+    Kubernetes, or by JAX_COORDINATOR_ADDRESS."""
+    coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """Join the job's other processes, of which number 0 runs at HOST and listens to PORT."""
+    num_processes: int | None = None
+    """Processes of the job; for --coordinator."""
+    process_id: int | None = None
+    """Which of them this is, from 0; for --coordinator."""
+
+    def join(self) -> None:
+        """Joins the job's other processes, if there are to be any, before anything uses a device.
+
+        Raises:
+            UsageError: they are not to be found, or options that do not go together.
+        """
+        named = (self.coordinator, self.num_processes, self.process_id)
+        if self.distributed or any(one is not None for one in named):
+            if self.distributed != all(one is None for one in named) or (not self.distributed and None in named):
+                raise UsageError("name all of --coordinator, --num-processes and --process-id, or --distributed alone")
+            processes.join(*named)
+
+    def all(self) -> "Mesh | None":
+        """The mesh of all devices of the job; None for auto.
+
+        Raises:
+            UsageError: what no mesh can be.
+        """
+        import jax
+
+        return self._mesh(jax.devices)
+
+    def own(self) -> "Mesh | None":
+        """As `all`, of the devices of this process: for small models, of which every process has one."""
+        import jax
+
+        return self._mesh(jax.local_devices)
+
+    def _mesh(self, devices: Callable[[], Sequence[Any]]) -> "Mesh | None":
+        from ralm_jax.sharding import make_mesh, parse_mesh
+
+        if self.mesh == "auto":
+            return None
+        sizes = parse_mesh(self.mesh)
+        return make_mesh(sizes.get("data"), sizes.get("fsdp", 1), sizes.get("tensor", 1), devices=devices())
+
+
+def device_options(command: Any) -> DeviceOptions:
+    """Those of a command, wherever they are in it."""
+    if isinstance(command, DeviceOptions):
+        return command
+    inner = [device_options(getattr(command, field.name)) for field in fields(command)] if is_dataclass(command) else []
+    return next((found for found in inner if found != DeviceOptions()), DeviceOptions())
+
+
+@dataclass(frozen=True)
 class CorpusOptions:
     """How the corpus becomes passages."""
 
@@ -179,6 +246,7 @@ class DenseOptions:
     """From hidden states to a vector. Default: as the encoder states."""
     encoder_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and computation; vectors are stored in bfloat16."""
+    devices: DeviceOptions = DeviceOptions()
 
     def index(self, corpus: "Iterator[Passage]", out: str, source: dict[str, Any], if_exists: IfExists) -> str:
         """Makes the index, and says what it is.
@@ -192,7 +260,7 @@ class DenseOptions:
 
         made = build_dense_index(
             corpus, out, self.encoder, self.query_encoder, pooling=self.pooling, dtype=self.encoder_dtype,
-            source=source, if_exists=if_exists, announce=lambda line: print(line, flush=True),
+            mesh=self.devices.own(), source=source, if_exists=if_exists, announce=lambda line: print(line, flush=True),
         )  # fmt: skip
         return f"{len(made.passages):,} passages, vectors of {made.settings['dimension']:,} numbers"
 
@@ -244,6 +312,7 @@ class ReaderOptions:
 
     def windows_a_batch(self) -> int | None:
         """None for auto.
+    devices: DeviceOptions = DeviceOptions()
 
         Raises:
             UsageError: below 1.
@@ -255,6 +324,13 @@ class ReaderOptions:
 
     def generator(self, model: str, window: int | None, api: APIOptions) -> "Generator":
         """What writes text after prompts, on this machine or on a server.
+
+    def check_no_devices(self) -> None:
+        """
+        Raises:
+            UsageError: devices are named, which a server's model does not run on.
+        """
+        refuse_set(self.devices, "a reader on this machine")
 
         Raises:
             UsageError: no such model; or options that do not go with it.
@@ -279,6 +355,7 @@ class ReaderOptions:
     def load(self, model: str, api: APIOptions = APIOptions()) -> "tuple[Tokenizer, Reader | APIReader]":
         """The tokenizer and the reader, which may be a server's.
 
+            mesh=None if is_api(model) else self.devices.all(),
         Raises:
             UsageError: no such model; or options, or their lack, that do not go with it.
             RalmError: the model cannot be loaded exactly.

@@ -90,7 +90,7 @@ compiled_scores = jax.jit(pair_scores, static_argnums=0)
 def load_cross_encoder(
     model: str, *, dtype: str = "float32", mesh: Mesh | None = None, new_head_seed: int | None = None
 ) -> CrossEncoder:
-    """Loads a cross-encoder onto a mesh (default: all devices share the batch).
+    """Loads a cross-encoder onto a mesh (default: all devices of this process share the batch).
 
     Args:
         model: a folder with config.json and weights, or a Hugging Face id.
@@ -108,6 +108,7 @@ def load_cross_encoder(
         loaded = load_model(model, path, CROSS_ENCODERS, dtype, mesh)
     elif new_head_seed is None:
         raise no_head(model, file)
+    mesh = mesh or own_mesh()
     else:
         families = ENCODERS | ({"bert": POOLED_BERT} if has_pooler(path) else {})
         loaded = with_new_head(load_model(model, path, families, dtype, mesh), new_head_seed)

@@ -95,7 +95,7 @@ def load_encoder(
     dtype: str = "float32",
     mesh: Mesh | None = None,
 ) -> Encoder:
-    """Loads an encoder onto a mesh (default: all devices share the batch).
+    """Loads an encoder onto a mesh (default: all devices of this process share the batch).
 
     Args:
         model: a folder with config.json and weights, or a Hugging Face id.

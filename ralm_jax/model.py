@@ -1,6 +1,7 @@
 """What readers and encoders have in common: a family's module with weights, loaded strictly and placed on a mesh."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ log = logging.getLogger("ralm")
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
+WEIGHTS_SHARE = 0.6  # of a device's memory; the rest is for what is computed
 
 @dataclass(frozen=True)
 class Model:
@@ -102,6 +104,7 @@ def warn_of_overflow(model: Model) -> None:
         )
 
 
+        UsageError: as `load_model`.
 def abstract(family: Family, config: ModelConfig, mesh: Mesh, dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
     """Definition and state of a model as shapes, dtypes and shardings; nothing is allocated."""
     make: Any = family.model
@@ -114,6 +117,19 @@ def random_model(
     """A model with random weights, for tests and benchmarks of any size."""
     mesh = mesh or make_mesh()
     graphdef, state = abstract(family, config, mesh, dtype)
+def fitting_mesh(family: Family, config: ModelConfig, dtype: str) -> Mesh:
+    """All devices share the batch if a device has room for the weights; else `tensor` is the smallest power of two, up
+    to the heads, with which it has."""
+    room = processes.once(lambda: (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))
+    if room is None:  # the platform does not say
+        return make_mesh()
+    leaves = jax.tree.leaves(abstract(family, config, make_mesh(data=1), dtype)[1])
+    size, tensor = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), 1
+    while size / tensor > WEIGHTS_SHARE * room and math.gcd(config.num_heads, len(jax.devices())) % (2 * tensor) == 0:
+        tensor *= 2
+    return make_mesh(tensor=tensor)
+
+
     make: Any = family.model
 
     def initial_state() -> nnx.State:

@@ -45,7 +45,7 @@ class APIReader(WindowScorer):
         self.name, self.batch_size = model, concurrency
         self.identity: dict[str, Any] = {"openai": self.server.model}
 
-    def batches(self, windows: Windows, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, windows: Windows, batch_size: int, count: int | None = None) -> Iterator[np.ndarray]:
         """
         Raises:
             RalmError: the server refuses, does not answer after several tries, or does not score; or the cache cannot

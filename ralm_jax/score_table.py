@@ -92,7 +92,7 @@ class ScoreTable:
         for name, values in whole.items():
             rows = (min(ROWS_A_CHUNK, max(1, len(values))), *(max(1, size) for size in values.shape[1:]))
             dtype, fill = ("int64", -2) if values.dtype.kind == "i" else ("float32", np.nan)
-            folder.array(name, values.shape, rows, dtype, fill)[:] = values
+            folder.write(name, values, rows, dtype, fill)
         shape = (len(passages), 1 + passages.shape[1], past + stride)
         self._first = folder.array("first_window", (first,), (first,), "float32", np.nan)
         self._log_probs = folder.array("log_probs", shape, (chunk, *shape[1:]), "float32", np.nan)

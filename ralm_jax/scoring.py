@@ -4,6 +4,8 @@ In exact mode every window is scored by itself, as the papers define it. In shar
 a passage in common are scored in one window, which ends with the block: neighbouring strides share about half of their
 first passages. Such a window is longer by half of block - stride where the reader has the positions, so that a stride's
 prefix has up to so many tokens more or less at its far end, and as many on average; all else is the same.
+
+Of several processes, each prepares and writes chunks of its own, while their devices make one step of all.
 """
 
 import functools
@@ -21,11 +23,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
 from ralm_jax.score_table import Scores, ScoreTable
-from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch
+from ralm_jax.sharding import on_mesh
+from ralm_jax.share import Share
 from ralm_jax.tokenizer import Tokenizer
 from ralm_jax.windows import Schedule, Windows, bucket_length, build_windows
 
@@ -78,14 +82,23 @@ class WindowScorer(Protocol):
     Attributes:
         multiple: a batch has a multiple of so many windows.
         batch_size: windows a batch.
+        groups: of processes that score at the same time, each its own windows, and as many batches.
+        group: this process's.
+        leads: whether this process is the first of its group.
     """
 
     multiple: int
     batch_size: int
+    groups: int = 1
+    group: int = 0
+    leads: bool = True
 
-    def batches(self, windows: Windows, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, windows: Windows, batch_size: int, count: int | None = None) -> Iterator[np.ndarray]:
         """Log-probabilities (n, R) float32 of any number of windows, a batch at a time; NaN where `windows.scored` is
         False.
+
+        Args:
+            count: of batches, those behind the last window being empty; None for as many as there are.
 
         Raises:
             RalmError: the reader gives NaN, or does not know a token; or the server does not score.
@@ -101,38 +114,44 @@ class Scorer(WindowScorer):
     """Scores fixed-shape windows with a reader on this machine.
 
     Attributes:
-        multiple: devices that share a batch.
-        batch_size: windows a forward; a multiple of `multiple`.
+        multiple: devices that share a group's windows.
+        batch_size: windows a forward and group; a multiple of `multiple`.
     """
 
     def __init__(self, reader: Reader, window: int, labels: int, batch_size: int | None = None):
         """
         Args:
             window, labels: the shape of most windows, T and R.
-            batch_size: None chooses: enough tokens to keep the device busy, less where memory is short.
+            batch_size: windows a forward of all processes; None chooses: enough tokens to keep the device busy, less
+                where memory is short.
         """
-        self.reader, self.multiple = reader, batch_multiple(reader.mesh)
-        wanted = batch_size or max(1, BATCH_TOKENS[jax.default_backend()] // window) * self.multiple
+        self.reader, self.share = reader, Share(reader.mesh)
+        self.multiple, self.groups, self.group = self.share.multiple, self.share.groups, self.share.group
+        self.leads = self.share.leads
+        wanted = max(1, BATCH_TOKENS[jax.default_backend()] // window) * self.multiple
+        if batch_size is not None:
+            wanted = math.ceil(batch_size / self.groups)
         self.batch_size = -(-wanted // self.multiple) * self.multiple
-        free = free_bytes()
+        free = processes.once(free_bytes)
         if batch_size is None and free is not None:
             while self.batch_size > self.multiple and self.temporary_bytes(window, labels) > 0.9 * free:
                 self.batch_size = max(1, self.batch_size // 2 // self.multiple) * self.multiple
 
     def temporary_bytes(self, window: int, labels: int) -> int:
         """Memory that the compiled step takes on a device beside weights and windows."""
-        shapes = [jax.ShapeDtypeStruct((self.batch_size, n), jnp.int32) for n in (window, labels, labels)]
+        size = self.batch_size * self.groups
+        shapes = [jax.ShapeDtypeStruct((size, n), jnp.int32) for n in (window, labels, labels)]
         with on_mesh(self.reader.mesh):
             step = label_log_probs.lower(self.reader.graphdef, self.reader.state, *shapes, self.rows(self.batch_size))
             analysis = step.compile().memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes
 
     def rows(self, batch_size: int) -> int:
-        """How many rows of logits a window may have at once."""
+        """How many rows of logits a window may have at once, in a forward of `batch_size` windows a group."""
         row_bytes = 4 * self.reader.config.vocab_size * batch_size // self.multiple
         return max(1, LOGITS_BYTES // row_bytes)
 
-    def batches(self, windows: Windows, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, windows: Windows, batch_size: int, count: int | None = None) -> Iterator[np.ndarray]:
         """The host prepares a batch while the device computes the one before."""
         highest, known = windows.tokens.max(initial=0), self.reader.config.vocab_size
         if highest >= known:
@@ -141,9 +160,10 @@ class Scorer(WindowScorer):
                 "tokenizer with --tokenizer"
             )
         pending: tuple[Windows, int, jax.Array] | None = None
-        for start in range(0, len(windows), batch_size):
+        count = math.ceil(len(windows) / batch_size) if count is None else count
+        for start in range(0, count * batch_size, batch_size):
             batch = windows.rows(start, batch_size)
-            current = (batch, min(batch_size, len(windows) - start), self.dispatch(batch))
+            current = (batch, max(0, min(batch_size, len(windows) - start)), self.dispatch(batch))
             if pending is not None:
                 yield self.collect(*pending)
             pending = current
@@ -151,14 +171,15 @@ class Scorer(WindowScorer):
             yield self.collect(*pending)
 
     def dispatch(self, windows: Windows) -> jax.Array:
-        """Log-probabilities (n, R) of the labels of a full batch, perhaps not yet computed."""
+        """Log-probabilities (n, R) of the labels of a full batch, to which every group has given its `windows`; perhaps
+        not yet computed."""
         with on_mesh(self.reader.mesh):
-            arrays = [shard_batch(self.reader.mesh, x) for x in (windows.tokens, windows.positions, windows.labels)]
+            arrays = [self.share.place(x) for x in (windows.tokens, windows.positions, windows.labels)]
             return label_log_probs(self.reader.graphdef, self.reader.state, *arrays, self.rows(len(windows)))
 
     def collect(self, batch: Windows, real: int, log_probs: jax.Array) -> np.ndarray:
-        """The first `real` rows of a dispatched batch, once they are there."""
-        values = np.where(batch.scored, np.asarray(log_probs), np.float32(np.nan))[:real]
+        """The first `real` of this group's rows of a dispatched batch, once they are there."""
+        values = np.where(batch.scored, self.share.read(log_probs), np.float32(np.nan))[:real]
         if np.isnan(values[batch.scored[:real]]).any():
             advice = "; try --dtype float32" if self.reader.dtype != "float32" else ""
             raise RalmError(f"{self.reader.name}: the reader gives NaN in {self.reader.dtype}{advice}")
@@ -342,29 +363,44 @@ def score_job(
     Raises:
         RalmError: as `WindowScorer.batches`, or the table cannot be written.
     """
-    if table.first_window_missing():
+    plain_too = plain is None
+
+    def count(strides: range) -> int:
+        return len(job.shared(strides, plain=plain_too)[0])
+
+    if processes.once(table.first_window_missing):
         first = plain.first_window if plain else scorer.score(job.first_window(), scorer.multiple)[0]
-        table.write_first_window(first)
-    todo = table.missing()
-    total = len(job.shared(range(len(job.rows)), plain=plain is None)[0])
-    left = sum(len(job.shared(chunk, plain=plain is None)[0]) for chunk in todo)
-    shape = (1 + job.rows.shape[1], job.past + job.stride)
+        if processes.first():
+            table.write_first_window(first)
+    todo = processes.once(table.missing)
+    counts, total = list(map(count, todo)), count(range(len(job.rows)))
+    size, shape = scorer.batch_size, (1 + job.rows.shape[1], job.past + job.stride)
     started, scored = time.perf_counter(), 0
-    disable = None if progress is None else not progress
-    with tqdm(total=total, initial=total - left, unit="window", disable=disable, dynamic_ncols=True) as bar:
-        for chunk in todo:
-            windows, places = job.windows(chunk, plain=plain is None)
+    bar = tqdm(
+        total=total,
+        initial=total - sum(counts),
+        unit="window",
+        disable=processes.bar_hidden(progress),
+        dynamic_ncols=True,
+    )
+    with bar:
+        for begin in range(0, len(todo), scorer.groups):
+            together, own = counts[begin : begin + scorer.groups], begin + scorer.group
+            chunk = todo[own] if own < len(todo) else range(0)  # without one, the others' steps are gone along with
+            windows, places = job.windows(chunk, plain=plain_too)
             filled = np.full((len(chunk), *shape), np.nan, np.float32)
             if plain is not None:
                 strides = slice(chunk.start, chunk.stop)
                 filled[:, 0] = np.concatenate([plain.past[strides, 0], plain.target[strides, 0]], axis=1)
             start = 0
-            for values in scorer.batches(windows, scorer.batch_size):
-                begin, end = np.searchsorted(places[:, 2], [start, start + len(values)])
-                stride, candidate, window, label = places[begin:end].T
+            for values in scorer.batches(windows, size, math.ceil(max(together) / size)):
+                first_place, last_place = np.searchsorted(places[:, 2], [start, start + len(values)])
+                stride, candidate, window, label = places[first_place:last_place].T
                 filled[stride, candidate] = values[window[:, None] - start, label[:, None] + np.arange(shape[1])]
-                start, scored = start + len(values), scored + len(values)
+                made = sum(max(0, min(size, windows - start)) for windows in together)
+                start, scored = start + size, scored + made
                 rate = scored * job.window / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                bar.update(len(values))
-            table.write(chunk, filled)
+                bar.update(made)
+            if scorer.leads and len(chunk):
+                table.write(chunk, filled)

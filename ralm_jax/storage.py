@@ -2,6 +2,8 @@
 
 The manifest holds `settings`, which a run that resumes must share to the letter, and `about`, which it need not. A
 chunk is written whole, so one that is there is done. Nothing is deleted that a table did not write.
+
+Of several processes, the first makes the folder and its arrays and writes the manifest; all write chunks.
 """
 
 import json
@@ -13,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import tensorstore as ts
 
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.settings import IfExists
 from ralm_jax.text import parse_json
@@ -74,6 +77,17 @@ class Folder:
             RalmError: `if_exists` resumes, and the table there was made with other settings.
         """
         settings = json.loads(json.dumps(settings, allow_nan=False))  # as it will read back
+
+        def make() -> dict[str, Any]:
+            return cls._create(location, kind, settings, if_exists, resumable).manifest
+
+        manifest = processes.once(make)
+        if not processes.first() and read_manifest(location, open_store(location)) is None:
+            raise UsageError(f"{location}: process 0 made it, and it is not here; all processes must see one folder")
+        return cls(location, open_store(location), manifest)
+
+    @classmethod
+    def _create(cls, location: str, kind: str, settings: dict[str, Any], if_exists: IfExists, resumable: bool) -> Self:
         store = open_store(location)
         taken = is_taken(location, store)
         manifest = read_manifest(location, store) if taken else None
@@ -92,6 +106,8 @@ class Folder:
         return folder
 
     def write_manifest(self) -> None:
+        if not processes.first():
+            return
         content = json.dumps(self.manifest, indent=2, allow_nan=False) + "\n"
         self.writing(lambda: self._store.write(MANIFEST, content.encode()).result())
 
@@ -104,11 +120,21 @@ class Folder:
         if name not in self.manifest["arrays"]:
             self.manifest["arrays"].append(name)
             self.write_manifest()
-        there = self.reading(name, lambda: self._store.read(f"{name}/zarr.json").result().state == "value")
         options: dict[str, Any] = {"dtype": dtype, "shape": shape, "fill_value": np.asarray(fill, dtype)}
-        if not there:
-            options |= {"create": True, "chunk_layout": ts.ChunkLayout(chunk_shape=chunk)}
+
+        def make() -> None:
+            there = self.reading(name, lambda: self._store.read(f"{name}/zarr.json").result().state == "value")
+            new = {} if there else {"create": True, "chunk_layout": ts.ChunkLayout(chunk_shape=chunk)}
+            self.writing(lambda: open_array(self.location, name, **options, **new))
+
+        processes.once(make)
         return Array(self, name, self.writing(lambda: open_array(self.location, name, **options)))
+
+    def write(self, name: str, values: np.ndarray, chunk: tuple[int, ...], dtype: str, fill: float) -> None:
+        """Writes `values` as the array `name`; as `array`."""
+        array = self.array(name, values.shape, chunk, dtype, fill)
+        if processes.first():
+            array[:] = values
 
     def stored(self, name: str) -> "Array":
         """The array `name`, to be read a slice at a time.

@@ -109,9 +109,12 @@ class Windows:
         return len(self.tokens)
 
     def rows(self, start: int, count: int) -> "Windows":
-        """Windows start … start + count, the last one repeated where they run out."""
+        """Windows start … start + count, the last one repeated where they run out; empty ones where there are none."""
+        parts = (self.tokens, self.positions, self.labels, self.scored)
+        if not len(self):
+            return Windows(*(np.zeros((count, part.shape[1]), part.dtype) for part in parts))
         rows = np.minimum(np.arange(start, start + count), len(self) - 1)
-        return Windows(self.tokens[rows], self.positions[rows], self.labels[rows], self.scored[rows])
+        return Windows(*(part[rows] for part in parts))
 
 
 def build_windows(

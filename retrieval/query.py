@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ralm_jax import processes
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import IfExists, QuerySettings, StrideSettings
 from ralm_jax.storage import Folder
@@ -109,6 +110,8 @@ def retrieve(
 ) -> RetrievalTable:
     """Retrieves for every stride of `text` and writes a RetrievalTable to `location`, chunk by chunk.
 
+    Of several processes all search, as they may share the vectors of an index, and the first writes.
+
     Args:
         schedule: only these of the text's strides.
         excluded: titles that are left out.
@@ -127,15 +130,16 @@ def retrieve(
     wanted = make_queries(text, tokens, schedule.targets, queries, tokenizer, own)
     folder = Folder.create(location, KIND, settings, if_exists)
     writer = RetrievalWriter(folder, stride_characters(schedule, offsets), queries.k)
-    missing = writer.missing()
-    disable = None if progress is None else not progress
-    with tqdm(total=sum(map(len, missing)), unit="query", disable=disable) as bar:
+    missing = processes.once(writer.missing)
+    with tqdm(total=sum(map(len, missing)), unit="query", disable=processes.bar_hidden(progress)) as bar:
         for chunk in missing:
             rows = slice(chunk.start, chunk.stop)
             hits = search(retriever, wanted[rows], queries.k, excluded, exclusion)
-            writer.write(chunk, schedule.targets[rows], schedule.ends[rows], hits)
+            if processes.first():
+                writer.write(chunk, schedule.targets[rows], schedule.ends[rows], hits)
             bar.update(len(chunk))
     index = str(Path(retriever.location).expanduser().absolute())
     folder.about.update(index=index, text=text.origin, tokenizer=tokenizer.origin)
     folder.write_manifest()
+    processes.wait()
     return open_retrieval(location)

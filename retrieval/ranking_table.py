@@ -57,7 +57,7 @@ class RankingWriter:
     def __init__(self, folder: Folder, rows: np.ndarray):
         """`rows` (J, k) are known before anything is ranked, and written now."""
         strides, k = rows.shape
-        folder.array("rows", rows.shape, (min(ROWS_A_CHUNK, strides), k), "int64", -2)[:] = rows
+        folder.write("rows", rows, (min(ROWS_A_CHUNK, strides), k), "int64", -2)
         chunk = min(strides, max(1, CHUNK_PAIRS // k))
         self._scores = folder.array("scores", rows.shape, (chunk, k), "float32", np.nan)
 

@@ -118,7 +118,7 @@ class RetrievalWriter:
 
     def __init__(self, folder: Folder, characters: np.ndarray, k: int):
         strides = len(characters)
-        folder.array("characters", characters.shape, characters.shape, "int64", -1)[:] = characters
+        folder.write("characters", characters, characters.shape, "int64", -1)
         self._begins = folder.array("begins", (strides,), (CHUNK,), "int64", -1)
         self._ends = folder.array("ends", (strides,), (CHUNK,), "int64", -1)
         self._rows = folder.array("rows", (strides, k), (CHUNK, k), "int64", -2)

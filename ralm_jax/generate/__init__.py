@@ -1,5 +1,7 @@
 """Text from a reader: decoding with a cache of keys and values, with retrieval in between, or by a server."""
 
+from typing import TYPE_CHECKING
+
 from ralm_jax.generate.generator import Generator
 from ralm_jax.openai_client import CONCURRENCY, is_api
 
@@ -17,6 +19,7 @@ def open_generator(
 
     Args:
         model: as `load_reader` takes it, or openai:NAME or openai-chat:NAME for a server's; the arguments that follow
+    mesh: "Mesh | None" = None,
             are for a reader on this machine, `concurrency` is for a server.
         tokenizer: where the tokenizer is, if not with the model.
         dtype: as `load_reader` takes it.
@@ -27,6 +30,7 @@ def open_generator(
     Raises:
         UsageError: no such model or tokenizer, or a window that the reader does not have.
         RalmError: the model cannot be loaded exactly.
+        mesh: as `load_reader` takes it.
     """
     if is_api(model):
         from ralm_jax.generate.api import APIGenerator
