@@ -7,7 +7,7 @@ logits are float32.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -88,18 +88,33 @@ class Memory:
     input here. It lives while a function is traced, and a layer has one of its own.
 
     Attributes:
-        past: of the tokens before; None if there are none.
+        past: of the tokens before, for each of several equal parts of the batch, so that short rows need not have the
+            room of long ones: row i is of part i % len(past). None if there are none.
         new: keys (B K H T) and values (B K T H) of the input, once it has gone through; of all layers with L first.
     """
 
-    def __init__(self, past: Past | None = None):
+    def __init__(self, past: Sequence[Past] | None = None):
         self.past = past
         self.new: tuple[jax.Array, jax.Array]
 
     @property
     def begin(self) -> Int[Array, "B 1"] | None:
         """Tokens that came before."""
-        return None if self.past is None else self.past.valid.sum(axis=1, keepdims=True)
+        if self.past is None:
+            return None
+        return interleaved([part.valid.sum(axis=1, keepdims=True) for part in self.past])
+
+
+def part_rows(x: jax.Array, parts: int, axis: int = 0) -> list[jax.Array]:
+    """The rows, along `axis`, of each of `parts` equal parts: every `parts`-th one. Rows of a part are on the devices
+    that share the batch as all rows are."""
+    shape = (*x.shape[:axis], -1, parts, *x.shape[axis + 1 :])
+    return [jax.lax.index_in_dim(x.reshape(shape), part, axis + 1, keepdims=False) for part in range(parts)]
+
+
+def interleaved(parts: Sequence[jax.Array]) -> jax.Array:
+    """The batch of which `part_rows` gives `parts`."""
+    return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 class Linear(nnx.Module):
@@ -213,7 +228,7 @@ class Attention(nnx.Module):
         self.k = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
         self.v = Linear(embed, kv_heads, bias=bias, rngs=rngs, dtype=dtype)
         self.o = Linear(heads, embed, bias=out_bias, rngs=rngs, dtype=dtype)
-        self.scale, self.causal = scale, causal
+        self.scale, self.causal, self.impl = scale, causal, config.attention
 
     def __call__(
         self,
@@ -226,10 +241,17 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         q, k, v = rotate(self.q(x)), rotate(self.k(x)), self.v(x)
         q, k, v = constrain(q, "batch", None, "heads", None), shared_out(k), shared_out(v)
-        past = None
+        how: dict[str, Any] = {"scale": self.scale, "causal": self.causal, "window": window, "impl": self.impl}
         if memory is not None:
-            past, memory.new = memory.past, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
-        return self.o(attend(q, k, v, scale=self.scale, valid=valid, causal=self.causal, window=window, past=past))
+            memory.new = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+        if memory is None or memory.past is None:
+            return self.o(attend(q, k, v, valid=valid, **how))
+        given = [part_rows(x, len(memory.past)) for x in (q, k, v, *([] if valid is None else [valid]))]
+        heads = [
+            attend(q, k, v, valid=rest[0] if rest else None, past=past, **how)
+            for past, q, k, v, *rest in zip(memory.past, *given, strict=True)
+        ]
+        return self.o(interleaved(heads))
 
 
 def shared_out(x: Float[Array, "B S K H"]) -> Float[Array, "B S _ H"]:

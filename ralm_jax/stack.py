@@ -10,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ralm_jax.attention import Past
 from ralm_jax.config import ReaderConfig
 from ralm_jax.layers import Block, Dropout, Embedding, LayerNorm, Linear, Memory, RMSNorm
 from ralm_jax.sharding import constrain
@@ -54,11 +53,12 @@ def scan_layers(
         state, own, dropout, heads = layer
         named: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
         if memory is not None:
-            named["memory"] = Memory(None if past is None else Past(heads[0], heads[1], past.valid))
+            parts = past and [part._replace(keys=k, values=v) for part, (k, v) in zip(past, heads, strict=True)]
+            named["memory"] = Memory(parts)
         x = constrain(nnx.merge(graphdef, state)(x, *args, *own, **named), "batch", None, None)
         return x, None if memory is None else named["memory"].new
 
-    heads = None if past is None else (past.keys, past.values)
+    heads = None if past is None else [(part.keys, part.values) for part in past]
     x, new = jax.lax.scan(jax.checkpoint(body) if remat else body, x, (state, each, dropouts, heads))
     if memory is not None:
         memory.new = new

@@ -71,8 +71,9 @@ def test_what_is_remembered_is_spread(reader):
     with on_mesh(mesh):
         arrays = (shard_batch(mesh, x) for x in (tokens, valid, keys_of(0, 4)))
         run, _ = begin(spread.graphdef, spread.state, *arrays, jax.numpy.int32(0), GREEDY)
-        run, _ = advance(spread.graphdef, spread.state, make_room(run, 56, 32), GREEDY)
-    for array in (run.keys, run.values):
+        run = run._replace(parts=[make_room(part, 32) for part in run.parts])
+        run, _ = advance(spread.graphdef, spread.state, run, GREEDY)
+    for array in (run.parts[0].keys, run.parts[0].values):
         assert array.sharding.spec[1:3] == (("data", "fsdp"), "tensor")
 
 

@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Int
 from ralm_jax.attention import Past
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.generate.sampling import Sampling, choose
-from ralm_jax.layers import Memory
+from ralm_jax.layers import Memory, interleaved, part_rows
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
 from ralm_jax.sharding import batch_multiple, constrain, on_mesh, shard_batch
 
 SMALLEST = 32  # tokens that are compiled for
-PARTS = 8  # of a batch, by length: prompts go through the reader with others that are about as long
+PARTS = 4  # of a batch, by length: prompts go through the reader, and are kept, with others that are about as long
 
 
 class Written(NamedTuple):
@@ -34,37 +34,47 @@ class Written(NamedTuple):
     log_probs: jax.Array | np.ndarray
 
 
-class Run(NamedTuple):
-    """Where a batch is: what a step is a function of.
+class Part(NamedTuple):
+    """What the reader keeps of some rows of a batch.
 
     Attributes:
         keys, values: of all layers (`Past`), the tokens that have gone through the reader, and room for more.
         starts: (B,) where in them a row's first token is,
         place: and where the next one of all goes.
-        tokens: (B,) chosen, not yet run through the reader.
-        seen: (B, V) tokens that were there before; None where nothing depends on them.
-        draws: (B,) random keys of the rows.
-        drawn: tokens that every row has drawn.
     """
 
     keys: jax.Array
     values: jax.Array
     starts: jax.Array
     place: jax.Array
-    tokens: jax.Array
-    seen: jax.Array | None
-    draws: jax.Array
-    drawn: jax.Array
 
     @property
     def past(self) -> Past:
         places = jnp.arange(self.values.shape[3])[None, :]
         return Past(self.keys, self.values, (places >= self.starts[:, None]) & (places < self.place))
 
-    def spread(self) -> "Run":
+    def spread(self) -> "Part":
         """Keeps rows and heads on their devices."""
         keys = constrain(self.keys, "layers", "batch", "kv_heads", "head_dim", None)
         return self._replace(keys=keys, values=constrain(self.values, "layers", "batch", "kv_heads", None, "head_dim"))
+
+
+class Run(NamedTuple):
+    """Where a batch is: what a step is a function of.
+
+    Attributes:
+        parts: what is kept of its rows, of which row i is of part i % len(parts) (`Memory.past`).
+        tokens: (B,) chosen, not yet run through the reader.
+        seen: (B, V) tokens that were there before; None where nothing depends on them.
+        draws: (B,) random keys of the rows.
+        drawn: tokens that every row has drawn.
+    """
+
+    parts: list[Part]
+    tokens: jax.Array
+    seen: jax.Array | None
+    draws: jax.Array
+    drawn: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
@@ -87,39 +97,43 @@ def begin(
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros(logits.shape, bool).at[rows, jnp.where(valid, tokens, logits.shape[1])].set(True, mode="drop")
     length = tokens.shape[1]
-    starts = length - valid.sum(axis=1, dtype=jnp.int32)
-    return chosen(Run(*memory.new, starts, jnp.int32(length), tokens[:, -1], seen, draws, drawn), logits, sampling)
+    part = Part(*memory.new, length - valid.sum(axis=1, dtype=jnp.int32), jnp.int32(length))
+    return chosen(Run([part], tokens[:, -1], seen, draws, drawn), logits, sampling)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def make_room(run: Run, length: int, room: int) -> Run:
-    """Pads prompts to `length` tokens on the left, and makes room for `room` more on the right."""
-    before, none = length - run.values.shape[3], (0, 0)
-    keys = jnp.pad(run.keys, [none] * 4 + [(before, room)])
-    values = jnp.pad(run.values, [none] * 3 + [(before, room), none])
-    return run._replace(keys=keys, values=values, starts=run.starts + before, place=run.place + before).spread()
+@functools.partial(jax.jit, static_argnums=1)
+def make_room(part: Part, room: int) -> Part:
+    """Makes room for `room` more tokens."""
+    behind, none = (0, room), (0, 0)
+    keys = jnp.pad(part.keys, [none] * 4 + [behind])
+    return part._replace(keys=keys, values=jnp.pad(part.values, [none] * 3 + [behind, none])).spread()
 
 
 @jax.jit
-def join(parts: Sequence[tuple[Run, Written]]) -> tuple[Run, Written]:
-    """One batch of several, all of one length."""
-    first = parts[0][0]
-    keys, values = (jnp.concatenate([getattr(run, name) for run, _ in parts], axis=1) for name in ("keys", "values"))
-    rows = [(run.starts, run.tokens, run.seen, run.draws, written) for run, written in parts]
-    starts, tokens, seen, draws, written = jax.tree.map(lambda *columns: jnp.concatenate(columns), *rows)
-    return Run(keys, values, starts, first.place, tokens, seen, draws, first.drawn).spread(), written
+def join(parts: Sequence[tuple[jax.Array | None, ...]]) -> tuple[jax.Array | None, ...]:
+    """What there is of every row of a batch, from that of the rows of its equal parts."""
+    return jax.tree.map(lambda *rows: interleaved(rows), *parts)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
 def advance(graphdef: nnx.GraphDef, state: nnx.State, run: Run, sampling: Sampling) -> tuple[Run, Written]:
     """Runs the tokens that were chosen, and chooses the next ones."""
     with matmul_precision(jax.tree.leaves(state)[0].dtype):
-        model, memory = nnx.merge(graphdef, state), Memory(run.past)
+        model, memory = nnx.merge(graphdef, state), Memory([part.past for part in run.parts])
         hidden = model.hidden(run.tokens[:, None], None, memory)
         logits = model.logits(hidden)[:, 0]
-    write, (keys, values) = jax.lax.dynamic_update_slice_in_dim, memory.new
-    keys, values = write(run.keys, keys, run.place, axis=4), write(run.values, values, run.place, axis=3)
-    return chosen(run._replace(keys=keys, values=values, place=run.place + 1).spread(), logits, sampling)
+    write = jax.lax.dynamic_update_slice_in_dim
+    parts = [
+        part._replace(
+            keys=write(part.keys, keys, part.place, axis=4),
+            values=write(part.values, values, part.place, axis=3),
+            place=part.place + 1,
+        ).spread()
+        for part, keys, values in zip(
+            run.parts, *(part_rows(new, len(run.parts), axis=1) for new in memory.new), strict=True
+        )
+    ]
+    return chosen(run._replace(parts=parts), logits, sampling)
 
 
 def chosen(run: Run, logits: jax.Array, sampling: Sampling) -> tuple[Run, Written]:
@@ -157,20 +171,22 @@ def decode(
     """
     check_prompts(reader, prompts, count)
     multiple, order = batch_multiple(reader.mesh), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    wanted = max(batch or 0, len(prompts))
+    wanted, room = max(batch or 0, len(prompts)), bucket(count)
     size = -(-wanted // (PARTS * multiple)) * multiple  # of a part, whose prompts are about as long
-    places = np.array(order + order[-1:] * (-(-wanted // size) * size - len(order)))
-    parts = []
+    places = np.array(order + order[-1:] * (-(-wanted // size) * size - len(order))).reshape(-1, size)
+    parts, begun = [], []
     with on_mesh(reader.mesh):
-        for rows in places.reshape(-1, size):
+        for rows in places:
             some = [prompts[i] for i in rows]
             length = bucket(max(map(len, some)), reader.config.max_positions)
             arrays = [shard_batch(reader.mesh, x) for x in (*padded_left(some, length), keys[rows])]
-            parts.append(begin(reader.graphdef, reader.state, *arrays, jnp.int32(drawn), sampling))
-        room = bucket(count)
-        run, written = join([(make_room(run, length, room), written) for run, written in parts])
-    del parts  # keys and values of the prompts once more
-    back = np.argsort(order)
+            run, written = begin(reader.graphdef, reader.state, *arrays, jnp.int32(drawn), sampling)
+            parts.append(make_room(run.parts[0], room))
+            begun.append((run.tokens, run.seen, run.draws, written))
+        tokens, seen, draws, written = join(begun)
+        run = Run(parts, tokens, seen, draws, run.drawn)
+    del parts  # which the first step gives away
+    back = np.unique(places.T, return_index=True)[1]  # the row of every prompt
     for _ in range(count - 1):
         with on_mesh(reader.mesh):
             run, following = advance(reader.graphdef, reader.state, run, sampling)
