@@ -26,7 +26,7 @@ from ralm_jax.model import WEIGHTS_SHARE, abstract, config_file, family_of
 from ralm_jax.models import ENCODERS, READERS, SIZES
 from ralm_jax.plan_report import ComputeDType, Plan, Request, Task, mesh_text
 from ralm_jax.pod import Pod, compile_for, open_pod
-from ralm_jax.scoring import LOGITS_BYTES, label_log_probs
+from ralm_jax.scoring import label_log_probs, logits_rows
 from ralm_jax.settings import StrideSettings, WindowSettings
 from ralm_jax.sharding import BATCH_AXES, batch_multiple, make_mesh
 from ralm_jax.weights import stored_shapes
@@ -83,9 +83,8 @@ def score_program(work: Work) -> Program:
     """`ralm score`, where most windows are full."""
     graphdef, state = abstract(work.family, work.config, work.mesh, work.dtype)
     inputs = work.rows(work.window), work.rows(LABELS), work.rows(LABELS)
-    row_bytes = 4 * work.config.vocab_size * work.batch_size // batch_multiple(work.mesh)
-    args = (graphdef, state, *inputs, max(1, LOGITS_BYTES // row_bytes))
-    return Program(label_log_probs, args, {"weights": state, "inputs": inputs})
+    rows = logits_rows(work.config.vocab_size, work.batch_size // batch_multiple(work.mesh))
+    return Program(label_log_probs, (graphdef, state, *inputs, rows), {"weights": state, "inputs": inputs})
 
 
 def encode_program(work: Work) -> Program:

@@ -76,6 +76,11 @@ def label_log_probs(
         return jax.lax.map(block_log_probs, blocks).swapaxes(0, 1).reshape(batch, -1)[:, :count]
 
 
+def logits_rows(vocab_size: int, windows: int) -> int:
+    """How many rows of logits each of a device's `windows` may have at once."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size * windows))
+
+
 class WindowScorer(Protocol):
     """Who scores windows: a reader on this machine, or one behind a server's API.
 
@@ -148,8 +153,7 @@ class Scorer(WindowScorer):
 
     def rows(self, batch_size: int) -> int:
         """How many rows of logits a window may have at once, in a forward of `batch_size` windows a group."""
-        row_bytes = 4 * self.reader.config.vocab_size * batch_size // self.multiple
-        return max(1, LOGITS_BYTES // row_bytes)
+        return logits_rows(self.reader.config.vocab_size, batch_size // self.multiple)
 
     def batches(self, windows: Windows, batch_size: int, count: int | None = None) -> Iterator[np.ndarray]:
         """The host prepares a batch while the device computes the one before."""
