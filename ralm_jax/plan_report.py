@@ -86,8 +86,8 @@ class Plan:
             "fits": "yes" if self.fits else f"no: {self.lacking:.2f} GiB a device too much",
         }
         yield from (f"{name:18}{value}" for name, value in facts.items())
-        yield f"\n{'GiB a device':18}"
-        yield from (f"{name:18}{size:8.2f}" for name, size in (self.gib | {"together": self.total}).items())
+        yield f"\n{'':18}GiB a device"
+        yield from (f"{name:18}{size:12.2f}" for name, size in (self.gib | {"together": self.total}).items())
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
