@@ -26,12 +26,13 @@ from ralm_jax.cli_options import (
     CorpusOptions,
     DenseOptions,
     ExcludeOptions,
+    JobOptions,
     ReaderOptions,
     ReportOptions,
     RerunOptions,
     TextOptions,
     check_output_file,
-    device_options,
+    job_options,
     refuse_set,
 )
 from ralm_jax.cli_rerank import Rerank
@@ -127,6 +128,7 @@ class Retrieve:
     dense_search: DenseSearch = "jax"
     """What searches a dense index; the hits are the same."""
     rerun: RerunOptions = RerunOptions()
+    job: JobOptions = JobOptions()
 
     def run(self) -> None:
         from ralm_jax.tokenizer import load_tokenizer
@@ -150,7 +152,7 @@ class Retrieve:
         )
         found = (table.rows >= 0).sum(axis=1)
         print(f"{self.out}: {len(found):,} strides, {found.mean():.1f} passages each, {(found == 0).sum():,} without")
-        if self.export_json:
+        if self.export_json and processes.first():
             own = index.tokenizer if self.queries.query_tokens == "retriever" else None
             export_json(self.export_json, table, index.passages, text, tokenizer, own)
             print(f"{self.export_json}: the same in the paper's format")
@@ -361,16 +363,18 @@ def main(args: Sequence[str] | None = None) -> None:
             args=args,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
         )
-        command.run()
-    except RalmError as error:
-        device_options(command).join()
+        job = job_options(command)
+        if job is not None:
+            job.join()
         if processes.count() > 1:
             let_one_speak()
-        processes.fail(str(error), error.exit_code)
+        command.run()
         processes.wait()  # the end of one is the end of all
         sys.stdout.flush()
     except KeyboardInterrupt:
         resumable = hasattr(command, "rerun") and getattr(command, "engine", "") != "lucene"
+    except RalmError as error:
+        processes.fail(str(error), error.exit_code)
         again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
         advice = f"; what is finished is kept, and {again} goes on from there" if again else ""
         processes.fail(f"interrupted{advice}", 130)

@@ -111,14 +111,9 @@ class RerunOptions:
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
-    """The devices that models run on, of this process or of several that make one job.
+class JobOptions:
+    """Processes that make one job. Each is given the same command, and must see the same files and folders."""
 
-    Every process of a job is given the same command, and must see the same files and folders."""
-
-    mesh: Annotated[str, arg(metavar="data=N,fsdp=N,tensor=N|auto")] = "auto"
-    """How devices share the work: data and fsdp split a batch, fsdp and tensor the weights. auto: all split the batch
-    if each has room for the weights; otherwise tensor is as large as that takes."""
     distributed: bool = False
     """Join the job's other processes as JAX finds them in the environment: on TPU pods, by SLURM, Open MPI or
     Kubernetes, or by JAX_COORDINATOR_ADDRESS."""
@@ -140,6 +135,16 @@ class DeviceOptions:
             if self.distributed != all(one is None for one in named) or (not self.distributed and None in named):
                 raise UsageError("name all of --coordinator, --num-processes and --process-id, or --distributed alone")
             processes.join(*named)
+
+
+@dataclass(frozen=True)
+class DeviceOptions(JobOptions):
+    """The devices that models run on, of this process or of several that make one job. Each is given the same command,
+    and must see the same files and folders."""
+
+    mesh: Annotated[str, arg(metavar="data=N,fsdp=N,tensor=N|auto")] = "auto"
+    """How devices share the work: data and fsdp split a batch, fsdp and tensor the weights. auto: all split the batch
+    if each has room for the weights; otherwise tensor is as large as that takes."""
 
     def all(self) -> "Mesh | None":
         """The mesh of all devices of the job; None for auto.
@@ -166,12 +171,12 @@ class DeviceOptions:
         return make_mesh(sizes.get("data"), sizes.get("fsdp", 1), sizes.get("tensor", 1), devices=devices())
 
 
-def device_options(command: Any) -> DeviceOptions:
-    """Those of a command, wherever they are in it."""
-    if isinstance(command, DeviceOptions):
+def job_options(command: Any) -> JobOptions | None:
+    """Those of a command, wherever they are in it; None where it has none, and is a process by itself."""
+    if isinstance(command, JobOptions):
         return command
-    inner = [device_options(getattr(command, field.name)) for field in fields(command)] if is_dataclass(command) else []
-    return next((found for found in inner if found != DeviceOptions()), DeviceOptions())
+    inner = (job_options(getattr(command, field.name)) for field in fields(command)) if is_dataclass(command) else ()
+    return next((found for found in inner if found is not None), None)
 
 
 @dataclass(frozen=True)
@@ -322,9 +327,6 @@ class ReaderOptions:
         at_least(1, batch_size=self.batch_size)
         return self.batch_size
 
-    def generator(self, model: str, window: int | None, api: APIOptions) -> "Generator":
-        """What writes text after prompts, on this machine or on a server.
-
     def check_no_devices(self) -> None:
         """
         Raises:
@@ -335,6 +337,9 @@ class ReaderOptions:
         Raises:
             UsageError: no such model; or options that do not go with it.
             RalmError: the model cannot be loaded exactly.
+    def generator(self, model: str, window: int | None, api: APIOptions) -> "Generator":
+        """What writes text after prompts, on this machine or on a server.
+
         """
         from ralm_jax.generate import open_generator
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from ralm_jax.cli_options import RerunOptions, TextOptions
+from ralm_jax.cli_options import DeviceOptions, RerunOptions, TextOptions
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import RerankSettings, at_least
 
@@ -30,6 +30,7 @@ class Rerank:
     """Of weights and computation."""
     batch_size: Annotated[int | Literal["auto"], arg(metavar="N|auto")] = "auto"
     """Pairs a forward; auto goes by their length."""
+    devices: DeviceOptions = DeviceOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -46,7 +47,7 @@ class Rerank:
         if reader is None:
             raise UsageError(f"{self.retrieval}: does not say whose tokens make its strides; add --tokenizer")
         made = rerank(
-            load_cross_encoder(self.reranker, dtype=self.dtype),
+            load_cross_encoder(self.reranker, dtype=self.dtype, mesh=self.devices.own()),
             load_tokenizer(self.reranker),
             table,
             passages,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from ralm_jax.cli_options import APIOptions, ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
+from ralm_jax.cli_options import APIOptions, DeviceOptions, ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
 from ralm_jax.settings import (
     QuerySettings,
     RerankerSettings,
@@ -100,6 +100,7 @@ class Reranker:
     text: TrainingText = TrainingText()
     reranker: RerankerSettings = RerankerSettings()
     training: TrainSettings = TrainSettings()
+    devices: DeviceOptions = DeviceOptions()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -113,6 +114,7 @@ class Reranker:
             settings=self.training,
             reranker=self.reranker,
             index=self.index,
+            mesh=self.devices.all(),
             if_exists=self.rerun.if_exists,
             announce=lambda line: print(line, flush=True),
         )

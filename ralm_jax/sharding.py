@@ -147,6 +147,13 @@ def place(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
+def replicated(tree: Any, mesh: Mesh) -> Any:
+    """`tree` with every array whole on every device; itself where this process has all of it."""
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+
+
 def whole(array: jax.Array) -> np.ndarray:
     """All of `array`, of which other processes may have parts; then all have to ask for it."""
     if array.is_fully_addressable or array.is_fully_replicated:

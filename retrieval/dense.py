@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from ralm_jax import processes
 from ralm_jax.encoder import Pooling
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, IfExists, at_least
@@ -50,11 +51,14 @@ def build_dense_index(
 ) -> "DenseIndex":
     """Encodes `passages` (title and text) into the folder `location`, shard by shard, on all devices of `mesh`.
 
+    Of several processes, each encodes shards of its own on its own devices.
+
     Args:
         encoder: of passages; a model as `load_embedder` takes it.
         query_encoder: of queries; None for the same one.
         pooling: of both; None for what they state.
         dtype: of their parameters and activations; vectors are bfloat16 always.
+        mesh: of devices of this process; None for all of them.
         source: where the passages come from (`corpus.describe_corpus`), for whoever looks at the index later.
         progress: show a progress bar; None for "if there is a terminal".
         announce: is told what the vectors will take, before they are made.
@@ -77,26 +81,28 @@ def build_dense_index(
         "query_encoder": asker.settings,
     }  # fmt: skip
     folder, passages = new_index(location, passages, settings, if_exists)
-    stored = store_passages(folder, passages)
-    folder.about.update(encoder=embedder.location, query_encoder=asker.location, source=source or {})
-    folder.write_manifest()
 
+    def store() -> None:
+        store_passages(folder, passages)
+        folder.about.update(encoder=embedder.location, query_encoder=asker.location, source=source or {})
+        folder.write_manifest()
+
+    processes.once(store)
+    stored = Passages.open(Path(location).expanduser() / "passages.arrow")
     shard, shape = SHARD[jax.default_backend()], (len(stored), embedder.dimension)
     vectors = folder.array("vectors", shape, (min(shard, len(stored)), embedder.dimension), "bfloat16", np.nan)
-    missing = vectors.unwritten()
-    left = sum(map(len, missing))
-    check_room(location, shape, left, (mesh or make_mesh()).size, announce)
-    with tqdm(
-        total=len(stored),
-        initial=len(stored) - left,
-        unit=" passages",
-        disable=None if progress is None else not progress,
-    ) as bar:
-        for rows in missing:
+    missing = processes.once(vectors.unwritten)
+    left, own = sum(map(len, missing)), processes.own_share(missing)
+    ours, done = sum(map(len, own)), len(stored) - left
+    processes.once(lambda: check_room(location, shape, left, make_mesh().size, announce))
+    disable = processes.bar_hidden(progress)
+    with tqdm(total=done + ours, initial=done, unit=" passages", disable=disable) as bar:
+        for rows in own:
             vectors[rows.start : rows.stop] = passage_vectors(embedder, stored.contents(rows)).astype("bfloat16")
             bar.update(len(rows))
     if embedder.cut:
-        log.warning("%s: %d of %d passages were too long for it and were cut", encoder, embedder.cut, left)
+        log.warning("%s: %d of %d passages were too long for it and were cut", encoder, embedder.cut, ours)
+    processes.wait()
     return DenseIndex.open(location, mesh=mesh, asker=asker)
 
 
@@ -152,7 +158,7 @@ class DenseIndex:
         """The index at `location`.
 
         Args:
-            mesh: for queries and vectors; default: all devices.
+            mesh: for queries and vectors; default: all devices of this process for queries, all of the job for vectors.
             search_by: the same hits from either.
             asker: the embedder of queries, if it is loaded already.
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import DenseSearch
+from ralm_jax.sharding import place
 from ralm_jax.storage import Array
 from retrieval.retriever import Hits
 
@@ -81,6 +82,7 @@ class ExactSearch:
             UsageError: `backend` is "faiss", which is not installed.
         """
         self._vectors, self._mesh, self._backend = vectors, mesh, backend
+        self._sharding = NamedSharding(mesh, PartitionSpec(AXES))
         if backend == "faiss":
             import_faiss()
         self.count, self.dimension = vectors.shape
@@ -133,24 +135,34 @@ class ExactSearch:
         """The block that begins at row `first`, on the devices; the last is filled up with zeros."""
         if first in self._kept:
             return self._kept[first]
-        values = self._vectors[first : min(first + self.block, self.count)]
-        missing = self.block - len(values)
-        block = self._placed(np.pad(values, ((0, missing), (0, 0))) if missing else values)
+        if self._backend == "faiss" or self._sharding.is_fully_addressable:
+            block = self._placed(self._rows(first, self.block))
+        else:  # every process reads what its devices hold
+
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(self.block)
+                return self._rows(first + start, stop - start)
+
+            block = jax.make_array_from_callback((self.block, self.dimension), self._sharding, part)
         if self._keep:
             self._kept[first] = block
         return block
 
+    def _rows(self, first: int, count: int) -> np.ndarray:
+        """`count` vectors from row `first` on, zeros after the last."""
+        values = self._vectors[min(first, self.count) : min(first + count, self.count)]
+        missing = count - len(values)
+        return np.pad(values, ((0, missing), (0, 0))) if missing else values
+
     def _placed(self, array: np.ndarray) -> Any:
-        if self._backend == "faiss":
-            return array
-        return jax.device_put(array, NamedSharding(self._mesh, PartitionSpec(AXES)))
+        return array if self._backend == "faiss" else place(array, self._sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def jax_candidates(
     block: jax.Array, usable: jax.Array, queries: jax.Array, wanted: int, mesh: Mesh
 ) -> tuple[jax.Array, ...]:
-    """The fields of `Candidates`: products and top k a device, then the top k of all devices."""
+    """The fields of `Candidates`, on every device: products and top k a device, then the top k of all devices."""
 
     def of_a_device(
         block: jax.Array, usable: jax.Array, queries: jax.Array
@@ -175,7 +187,8 @@ def jax_candidates(
     if width < scores.shape[1]:
         rest = jnp.maximum(rest, best.min(axis=1))
     rows = jnp.take_along_axis(rows, places, axis=1)
-    return best, rows, block[rows], rest, jnp.full(len(queries), longest)
+    found = best, rows, block[rows], rest, jnp.full(len(queries), longest)
+    return jax.lax.with_sharding_constraint(found, NamedSharding(mesh, whole))
 
 
 def faiss_candidates(block: np.ndarray, usable: np.ndarray, queries: np.ndarray, wanted: int) -> Candidates:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from ralm_jax import processes
 from ralm_jax.cross_encoder import BUCKET, CrossEncoder, PairFormat, cut_pairs, join_pairs, pair_format
 from ralm_jax.errors import RalmError
 from ralm_jax.scoring import PassageTokens
@@ -50,6 +51,8 @@ def rerank(
 ) -> RankingTable:
     """Scores every passage of `table` for the text before its stride's target; writes a RankingTable, by chunks.
 
+    Of several processes, each ranks chunks of its own on its own devices.
+
     Args:
         own: the reranker's tokenizer, by which prefixes are measured.
         passages: what the table's rows are.
@@ -81,16 +84,16 @@ def rerank(
     encode = PassageTokens(passages.contents, own, longest, specials=False)
     folder = Folder.create(location, KIND, made_with, if_exists)
     writer = RankingWriter(folder, table.rows)
-    missing = writer.missing()
+    missing = processes.own_share(processes.once(writer.missing))
     total = sum(int((table.rows[chunk.start : chunk.stop] >= 0).sum()) for chunk in missing)
-    with tqdm(total=total, unit="pair", disable=None if progress is None else not progress) as bar:
+    with tqdm(total=total, unit="pair", disable=processes.bar_hidden(progress)) as bar:
         for chunk in missing:
             rows = table.rows[chunk.start : chunk.stop]
             before = [prefix_text(text.content, at, prefix_tokens) for at in begins[chunk.start : chunk.stop]]
             writer.write(chunk, score_rows(cross_encoder, own, settings, before, rows, encode, batch_size))
             bar.update(int((rows >= 0).sum()))
     folder.about.update(reranker=cross_encoder.name, retrieved=table.origin, text=text.origin)
-    folder.write_manifest()
+    processes.once(folder.write_manifest)  # when all have written their chunks
     return open_ranking(location)
 
 

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import make_mesh
-from train.loop import CHECKPOINTS, METRICS, Checkpoints, Task, compiled_step, new_state, train
+from train.loop import CHECKPOINTS, METRICS, Checkpoints, Task, Terminated, compiled_step, new_state, train
 from train.optim import make_optimizer
 
 FEATURES, BATCH = 8, 16
@@ -203,12 +204,14 @@ class TestResuming:
         assert rows(tmp_path) == before
         assert_equal(again, params)
 
-    @pytest.mark.parametrize("devices", [1, 2])
-    def test_on_fewer_devices(self, tmp_path, straight, devices):
-        """What 8 devices saved, 1 and 2 go on with."""
+    @pytest.mark.parametrize(
+        ("saved", "shape"),
+        [((2, 2, 2), (1, 1, 1)), ((2, 2, 2), (1, 2, 1)), ((8, 1, 1), (2, 2, 2)), ((1, 1, 8), (4, 1, 2))],
+    )
+    def test_on_another_mesh(self, tmp_path, straight, saved, shape):
         with pytest.raises(Stop):
-            run(tmp_path, task=make_task(make_mesh(2, 2, 2), batches=stopping_at(9)))
-        mesh = make_mesh(data=1, fsdp=devices)
+            run(tmp_path, task=make_task(make_mesh(*saved), batches=stopping_at(9)))
+        mesh = make_mesh(*shape)
         resumed = train(make_task(mesh), str(tmp_path), SETTINGS, if_exists="resume", announce=lambda line: None)
         assert resumed["kernel"].sharding == NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), resumed, straight[1])
@@ -255,6 +258,25 @@ class TestResuming:
                 file.write_bytes(b"")
         with pytest.raises(RalmError, match="8: cannot be restored"):
             run(tmp_path, if_exists="resume")
+
+    @pytest.mark.parametrize("step", [7, 8])
+    def test_sigterm_makes_a_checkpoint_of_the_step(self, tmp_path, straight, step):
+        """An evaluation that is due, as after step 8, is done first."""
+
+        def terminating(start):
+            for number, made in enumerate(batches(start), start=start):
+                if number == step - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield made
+
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Terminated, match=f"stopped by SIGTERM after step {step}; --resume goes on") as stopped:
+            run(tmp_path, task=make_task(batches=terminating))
+        assert (stopped.value.exit_code, signal.getsignal(signal.SIGTERM)) == (143, before)
+        assert [row["step"] for row in rows(tmp_path)] == [str(number) for number in range(step + 1)]
+        params, _ = run(tmp_path, if_exists="resume")
+        assert figures(tmp_path) == figures(straight[0])
+        assert_equal(params, straight[1])
 
     @pytest.mark.slow
     def test_killed(self, tmp_path, straight):
@@ -309,6 +331,43 @@ class TestCheckpoints:
         best, _ = run(tmp_path, settings, make_task(evaluate=evaluate))
         assert self.steps(tmp_path) == [4, 10, 12]
         assert_equal(best, seen[2])
+
+    def test_what_is_not_a_whole_checkpoint_is_passed_over_and_kept(self, tmp_path, straight):
+        """Copies, some of them not finished, and what only looks like one; with any number."""
+        with pytest.raises(Stop):
+            run(tmp_path, task=make_task(batches=stopping_at(7)))
+        folder = tmp_path / CHECKPOINTS
+        half = shutil.copytree(folder / "4", folder / "99")
+        (half / "_CHECKPOINT_METADATA").unlink()
+        (shutil.copytree(folder / "4", folder / "98") / "default" / "_METADATA").unlink()
+        for name in ("97", "4 copy.orbax-checkpoint-tmp", "mine.orbax-checkpoint-tmp", "notes"):
+            (folder / name).mkdir()
+            (folder / name / "mine").write_text("mine")
+        (folder / "96").write_text("mine")
+        there = {
+            path: path.stat().st_mtime_ns
+            for path in folder.rglob("*")
+            if path.relative_to(folder).parts[0] not in ("0", "4")
+        }
+        (folder / "6.orbax-checkpoint-tmp").mkdir()  # what a killed run leaves
+        params, _ = run(tmp_path, if_exists="resume")
+        assert figures(tmp_path) == figures(straight[0])
+        assert_equal(params, straight[1])
+        run(tmp_path, if_exists="overwrite")
+        assert figures(tmp_path) == figures(straight[0])
+        kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        assert there.items() <= kept.items()
+        assert {path.name for path in folder.iterdir()} - {path.relative_to(folder).parts[0] for path in there} == {
+            "8", "12"
+        }  # fmt: skip
+
+    def test_what_is_where_a_checkpoint_goes_is_named_and_kept(self, tmp_path):
+        with pytest.raises(Stop):
+            run(tmp_path, task=make_task(batches=stopping_at(7)))
+        (tmp_path / CHECKPOINTS / "8").mkdir()
+        with pytest.raises(RalmError, match="8: is in the way and not a whole checkpoint; move it elsewhere"):
+            run(tmp_path, if_exists="resume")
+        assert (tmp_path / CHECKPOINTS / "8").is_dir()
 
     def test_without_held_out_examples_the_last_is_taken(self, tmp_path, straight):
         params, said = run(tmp_path, task=make_task(evaluate=None))

@@ -1,14 +1,18 @@
 """A training loop for any loss: float32 state on a mesh, one compiled step, checkpoints, and exact resumption.
 
 Batch, learning rate and random numbers of a step are functions of the seed and the step alone. A run that is resumed
-from its last checkpoint therefore does what it would have done.
+from its last checkpoint therefore does what it would have done; SIGTERM, which announces that a machine is taken away,
+makes one. Of several processes each makes all of a batch and places what is on its devices; the first writes.
 """
 
 import csv
 import functools
 import io
 import itertools
+import json
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +25,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.model import DTYPES
 from ralm_jax.settings import IfExists, TrainSettings
-from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch
+from ralm_jax.sharding import AXES, batch_multiple, on_mesh, shard_batch
 from ralm_jax.storage import Folder
 from ralm_jax.text import write_text
 from train.optim import learning_rate, make_optimizer
@@ -32,9 +37,16 @@ from train.optim import learning_rate, make_optimizer
 KIND = "training run"
 CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.csv", "tensorboard"
 BEST_BY = "held_out_loss"
+UNFINISHED = ".orbax-checkpoint-tmp"  # behind the step, while Orbax writes its checkpoint
 
 Batch = Any  # a pytree of arrays with a leading axis of examples
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Terminated(RalmError):
+    """SIGTERM stopped a run, which can go on from there."""
+
+    exit_code = 128 + signal.SIGTERM
 
 
 class State(NamedTuple):
@@ -163,6 +175,7 @@ def train(
     Raises:
         UsageError: `location` is taken and `if_exists` refuses, or a batch that the devices cannot share.
         RalmError: what is there was made in another way or is damaged; a loss that is not finite.
+        Terminated: by SIGTERM, to a process of the job; there is a checkpoint of the last step.
     """
     share = batch_multiple(task.mesh) * settings.micro_batches
     if settings.batch_size % share:
@@ -174,15 +187,15 @@ def train(
         raise UsageError(f"{location}: training needs a local folder")
     folder = Folder.create(location, KIND, run_settings(settings) | task.identity, if_exists)
     root = Path(location).expanduser()
-    if if_exists == "overwrite":
+    if if_exists == "overwrite" and processes.first():
         shutil.rmtree(root / task.result, ignore_errors=True)
     state = new_state(task.params, make_optimizer(settings), task.mesh)
     with Checkpoints(root / CHECKPOINTS, fresh=if_exists != "resume") as checkpoints:
         done = checkpoints.latest()
         if done is not None:
             state = checkpoints.restore(done, state)
-        with Metrics(root, done, announce, settings) as metrics:
-            state = run(task, settings, state, done, checkpoints, metrics)
+        with Metrics(root, done, announce, settings) as metrics, Termination(task.mesh) as termination:
+            state = run(task, settings, state, done, checkpoints, metrics, termination)
         best = checkpoints.best() if task.evaluate else settings.steps
         folder.about.update(steps=settings.steps, best=best)
         folder.write_manifest()
@@ -196,8 +209,13 @@ def run(
     done: int | None,
     checkpoints: "Checkpoints",
     metrics: "Metrics",
+    termination: "Termination",
 ) -> State:
-    """The steps that are left; `done` of them are done, None before the first checkpoint."""
+    """The steps that are left; `done` of them are done, None before the first checkpoint.
+
+    Raises:
+        Terminated: by SIGTERM; an evaluation that is due is done first.
+    """
 
     def check(step: int, state: State) -> None:
         figures = {} if task.evaluate is None else {name: float(x) for name, x in task.evaluate(state.params).items()}
@@ -213,6 +231,7 @@ def run(
         asked = time.perf_counter()
         batch = next(batches)
         metrics.waited(time.perf_counter() - asked)
+        terminated = termination.asked()
         with on_mesh(task.mesh):
             placed = jax.tree.map(functools.partial(shard_batch, task.mesh), batch)
             state, told = update(state, placed)
@@ -223,12 +242,75 @@ def run(
             metrics.trained(*pending)
             pending = None
             check(step, state)
+        if terminated() and step < settings.steps:
+            if pending is not None:
+                metrics.trained(*pending)
+                checkpoints.save(step, state, {})
+            checkpoints.finish()
+            raise Terminated(f"stopped by SIGTERM after step {step:,}; --resume goes on from there")
     return state
+
+
+class Termination:
+    """Notices SIGTERM, which may come to one process of several, and has all learn of it in the same step."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._noticed = mesh, False
+        self._before: Any = None
+        whole = NamedSharding(mesh, PartitionSpec())
+        self._any = jax.jit(lambda noticed: noticed.any(), out_shardings=whole)
+
+    def __enter__(self) -> "Termination":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._notice)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _notice(self, *_: Any) -> None:
+        self._noticed = True
+
+    def asked(self) -> Callable[[], bool]:
+        """Whether a process had been asked to stop by now; the devices tell when they have come so far."""
+        noticed = self._noticed
+        if processes.count() == 1:
+            return lambda: noticed
+        each = NamedSharding(self._mesh, PartitionSpec(AXES))
+        told = self._any(jax.make_array_from_callback((self._mesh.size,), each, lambda _: np.array([noticed])))
+        return lambda: bool(told)
 
 
 def run_settings(settings: TrainSettings) -> dict[str, Any]:
     """What decides the result; how often it is looked at does not."""
     return {"training": {name: value for name, value in vars(settings).items() if name != "log_every"}}
+
+
+class CompleteSteps:
+    """Orbax's names of checkpoints. What is not a whole checkpoint is passed over, and so neither restored nor deleted,
+    whatever it is called: Orbax takes any folder with a number for one, and saves none of an earlier step."""
+
+    def __init__(self, names: Any):
+        self._names = names
+
+    def build_name(self, step: int) -> str:
+        return self._names.build_name(step)
+
+    def find_all(self, folder: Any) -> Any:
+        return (found for found in self._names.find_all(folder) if is_complete(Path(found.path)))
+
+    def find_step(self, folder: Any, step: int) -> Any:
+        return self._names.find_step(folder, step)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether Orbax has come to the end of writing it, which it says last."""
+    try:
+        about = json.loads((checkpoint / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
+        return bool(about["commit_timestamp_nsecs"]) and (checkpoint / "default" / "_METADATA").is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class Checkpoints:
@@ -244,9 +326,10 @@ class Checkpoints:
             preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(2), best]),
             best_fn=lambda figures: figures[BEST_BY],
             best_mode="min",
-            cleanup_tmp_directories=True,
+            step_name_format=CompleteSteps(ocp.path.step.standard_name_format()),
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
+        processes.once(self._remove_unfinished)
         if fresh:
             for step in self._manager.all_steps():
                 self._manager.delete(step)
@@ -257,6 +340,17 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self._manager.close()
 
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed run was writing; Orbax's own clean-up takes everything whose name looks like that."""
+        for path in self._folder.glob(f"*{UNFINISHED}"):
+            if path.name.removesuffix(UNFINISHED).isdecimal():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Waits until all that was saved is on disk, in every process."""
+        self._manager.wait_until_finished()
+        processes.wait()
+
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
@@ -265,7 +359,14 @@ class Checkpoints:
         return self._manager.best_step()
 
     def save(self, step: int, state: State, figures: Mapping[str, float]) -> None:
-        """Goes on in the background; the state may be donated meanwhile."""
+        """Goes on in the background; the state may be donated meanwhile.
+
+        Raises:
+            RalmError: something else is where the checkpoint goes.
+        """
+        where = self._folder / str(step)
+        if where.exists() and not is_complete(where):
+            raise RalmError(f"{where}: is in the way and not a whole checkpoint; move it elsewhere and add --resume")
         self._manager.save(step, args=self._ocp.args.StandardSave(named(state)), metrics=dict(figures) or None)
 
     def restore(self, step: int, state: State) -> State:
@@ -292,17 +393,18 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 class Metrics:
-    """Figures of every step in metrics.csv, and for TensorBoard where tensorboardX is installed."""
+    """Figures of every step in metrics.csv, and for TensorBoard where tensorboardX is installed, by process 0."""
 
     TRAINED = ("loss", "learning_rate", "gradient_norm", "seconds", "data_wait")
 
     def __init__(self, root: Path, done: int | None, announce: Callable[[str], None], settings: TrainSettings):
-        self._path, self._announce, self._settings = root / METRICS, announce, settings
+        self._path, self._settings, self._writes = root / METRICS, settings, processes.first()
+        self._announce = announce if self._writes else lambda line: None
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
         self._since, self._waited, self._recent = time.perf_counter(), 0.0, list[dict[str, Any]]()
-        self._board = tensorboard(root / TENSORBOARD, done)
-        if done is not None and self._path.exists():
+        self._board = tensorboard(root / TENSORBOARD, done) if self._writes else None
+        if self._writes and done is not None and self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 kept = list(itertools.takewhile(lambda row: int(row["step"]) <= done, reader))
@@ -350,7 +452,8 @@ class Metrics:
         """Held-out figures after a step; all rows are on disk afterwards."""
         if not self._columns:
             self._columns = ["step", *self.TRAINED, *figures]
-            write_text(str(self._path), self._lines([], header=True))
+            if self._writes:
+                write_text(str(self._path), self._lines([], header=True))
         if figures:
             self._announce(f"step {step:,}, held out: " + ", ".join(f"{name} {x:.4f}" for name, x in figures.items()))
         self._add(step, figures)
@@ -358,10 +461,10 @@ class Metrics:
         self._since, self._waited = time.perf_counter(), 0.0
 
     def flush(self) -> None:
-        if self._rows:
+        if self._rows and self._writes:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 file.write(self._lines(self._rows))
-            self._rows.clear()
+        self._rows.clear()
 
     def _add(self, step: int, figures: Mapping[str, float]) -> None:
         if self._rows and self._rows[-1]["step"] == step:

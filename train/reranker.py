@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from ralm_jax import processes
 from ralm_jax.convert import keep_stated
 from ralm_jax.cross_encoder import CrossEncoder, load_cross_encoder, pair_scores
 from ralm_jax.encoder import transformer_folder
@@ -21,7 +22,7 @@ from ralm_jax.layers import Dropout
 from ralm_jax.model import DTYPES, config_file
 from ralm_jax.models.cross_encoder import TRAINED_WITH
 from ralm_jax.settings import IfExists, RerankerSettings, RerankSettings, TrainSettings
-from ralm_jax.sharding import on_mesh, shard_batch
+from ralm_jax.sharding import make_mesh, on_mesh, replicated, shard_batch, whole
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import load_tokenizer
 from train.data import Batch, Examples, PairMaker, held_out_batches, read_examples, split, training_batches
@@ -50,13 +51,14 @@ def train_reranker(
         init: a cross-encoder, or a BERT or RoBERTa that is given a new head.
         data: what `train.collect` made of `text`.
         index: where the index of the examples is, if not where it was.
+        mesh: None for all devices, sharing the batch.
         announce: is told how it goes, a line at a time.
 
     Raises:
         UsageError: `out` is taken and `if_exists` refuses; no such model or data; sizes that do not fit together.
         RalmError: the data are of another text, too few, or damaged; the model cannot be loaded, trained or written.
     """
-    model = load_cross_encoder(init, mesh=mesh, new_head_seed=settings.seed)
+    model = load_cross_encoder(init, mesh=mesh or make_mesh(), new_head_seed=settings.seed)
     if reranker.pair_tokens > model.config.max_positions:
         raise UsageError(
             f"--pair-tokens {reranker.pair_tokens} is more than the {model.config.max_positions} positions of {init}"
@@ -88,7 +90,8 @@ def train_reranker(
     state = train(task, out, settings, if_exists=if_exists, announce=announce)
     sizes = {name: getattr(reranker, name) for name in vars(RerankSettings())}
     trained = replace(model, state=state, trained_with=sizes)
-    save(trained, init, Path(out).expanduser() / MODEL)
+    all_of_it = replace(trained, state=replicated(state, model.mesh))  # each process has a part
+    processes.once(lambda: save(all_of_it, init, Path(out).expanduser() / MODEL))
     return trained
 
 
@@ -157,7 +160,7 @@ class Evaluation:
         for batch in held_out_batches(self._make, self._examples, self._size):
             with on_mesh(self._mesh):
                 placed = Batch(*(shard_batch(self._mesh, part) for part in batch))
-                found.append([np.asarray(part)[batch.weight > 0] for part in self._compiled(params, placed)])
+                found.append([whole(part)[batch.weight > 0] for part in self._compiled(params, placed)])
         scores, losses = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return scores, losses
 
