@@ -14,7 +14,15 @@ from eval.sweep_tables import Cells, Rankings, Tables, rank_all
 from ralm_jax.cross_encoder import unloaded_cross_encoder
 from ralm_jax.errors import UsageError
 from ralm_jax.reader import unloaded_reader
-from ralm_jax.settings import DenseSearch, Preset, QuerySettings, RerankSettings, StrideSettings, WindowSettings
+from ralm_jax.settings import (
+    AttentionName,
+    DenseSearch,
+    Preset,
+    QuerySettings,
+    RerankSettings,
+    StrideSettings,
+    WindowSettings,
+)
 from ralm_jax.storage import Folder
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import Tokenizer, load_tokenizer
@@ -80,7 +88,7 @@ class Sweep:
         out: a local folder.
         windows: passage and past tokens.
         tokenizer: where it is, if not with the models.
-        dtype: of the readers.
+        dtype, attention: of the readers.
         batch_size: windows a forward; None chooses.
         excluded: titles that are left out.
         zero_shot_by: the reader that zero-shot-by goes by; None for none.
@@ -97,6 +105,7 @@ class Sweep:
     windows: WindowSettings = WindowSettings()
     tokenizer: str | None = None
     dtype: str = "float32"
+    attention: AttentionName = "auto"
     batch_size: int | None = None
     excluded: frozenset[str] = frozenset()
     zero_shot_by: str | None = None

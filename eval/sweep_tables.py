@@ -72,7 +72,7 @@ class Tables:
 
     @functools.cached_property
     def loaded(self) -> Reader:
-        return load_reader(self.name, dtype=self.sweep.dtype)
+        return load_reader(self.name, dtype=self.sweep.dtype, attention=self.sweep.attention)
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:

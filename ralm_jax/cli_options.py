@@ -13,7 +13,7 @@ from tyro.conf import arg, create_mutex_group
 from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.openai_client import CONCURRENCY, is_api
-from ralm_jax.settings import IfExists, Split, TextDataset, WindowSettings, at_least
+from ralm_jax.settings import AttentionName, IfExists, Split, TextDataset, WindowSettings, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -312,12 +312,15 @@ class ReaderOptions:
     """Where the tokenizer is, if not with the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and computation; log-probabilities are float32 always."""
+    attention: AttentionName = "auto"
+    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
+    have."""
     batch_size: Annotated[int | Literal["auto"], arg(metavar="N|auto")] = "auto"
     """Windows a forward; auto fills the device."""
+    devices: DeviceOptions = DeviceOptions()
 
     def windows_a_batch(self) -> int | None:
         """None for auto.
-    devices: DeviceOptions = DeviceOptions()
 
         Raises:
             UsageError: below 1.
@@ -334,33 +337,35 @@ class ReaderOptions:
         """
         refuse_set(self.devices, "a reader on this machine")
 
-        Raises:
-            UsageError: no such model; or options that do not go with it.
-            RalmError: the model cannot be loaded exactly.
     def generator(self, model: str, window: int | None, api: APIOptions) -> "Generator":
         """What writes text after prompts, on this machine or on a server.
 
+        Raises:
+            UsageError: no such model; or options that do not go with it.
+            RalmError: the model cannot be loaded exactly.
         """
         from ralm_jax.generate import open_generator
 
         api.check(model)
         if is_api(model):
-            refuse_set(self, "a reader on this machine")
+            refuse_set(self, "a reader on this machine", "tokenizer", "dtype", "attention", "batch_size")
+            self.check_no_devices()
             if window is not None:
                 raise UsageError("--window is for a reader on this machine; a server has its own")
         return open_generator(
             model,
             tokenizer=self.tokenizer,
             dtype=self.dtype,
+            attention=self.attention,
             batch_size=self.windows_a_batch(),
             window=window,
             concurrency=api.concurrency,
+            mesh=None if is_api(model) else self.devices.all(),
         )
 
     def load(self, model: str, api: APIOptions = APIOptions()) -> "tuple[Tokenizer, Reader | APIReader]":
         """The tokenizer and the reader, which may be a server's.
 
-            mesh=None if is_api(model) else self.devices.all(),
         Raises:
             UsageError: no such model; or options, or their lack, that do not go with it.
             RalmError: the model cannot be loaded exactly.
@@ -371,12 +376,14 @@ class ReaderOptions:
 
         api.check(model)
         if is_api(model):
-            refuse_set(self, "a reader on this machine", "dtype", "batch_size")
+            refuse_set(self, "a reader on this machine", "dtype", "attention", "batch_size")
+            self.check_no_devices()
             reader = APIReader(model, concurrency=api.concurrency)
             if self.tokenizer is None:
                 raise UsageError(f"{model}: name the folder or Hugging Face id of its tokenizer with --tokenizer")
             return load_tokenizer(self.tokenizer), reader
-        return load_tokenizer(self.tokenizer or model), load_reader(model, dtype=self.dtype)
+        tokenizer = load_tokenizer(self.tokenizer or model)
+        return tokenizer, load_reader(model, dtype=self.dtype, mesh=self.devices.all(), attention=self.attention)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ class Sweep:
         text = self.text.read()
         made = sweep.Sweep(
             self.out, text, grid, self.windows, tokenizer=self.reader.tokenizer,
-            dtype=self.reader.dtype, batch_size=self.reader.windows_a_batch(), excluded=self.exclude.titles(self.text),
+            dtype=self.reader.dtype, attention=self.reader.attention, batch_size=self.reader.windows_a_batch(),
+            excluded=self.exclude.titles(self.text),
             zero_shot_by=self.zero_shot_by, ranker_window=self.ranker_window, reranker=self.reranker,
             rerank=self.rerank, dense_search=self.dense_search, announce=lambda line: print(line, flush=True),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ralm_jax.errors import RalmError
+from ralm_jax.settings import AttentionName
 from ralm_jax.text import parse_json
 
 
@@ -95,6 +96,7 @@ class ModelConfig(abc.ABC):
     max_positions: int  # tokens that a window may have
     activation: str
     norm_epsilon: float
+    attention: AttentionName = "auto"  # how it is computed, which no file states
 
     model_type = ""  # Hugging Face's name of the family
     architecture = ""  # Hugging Face's class

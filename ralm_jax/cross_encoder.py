@@ -31,8 +31,8 @@ from ralm_jax.model import (
 )
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
 from ralm_jax.models.cross_encoder import POOLED_BERT, TRAINED_WITH, states_pair_head
-from ralm_jax.settings import RerankSettings
-from ralm_jax.sharding import on_mesh
+from ralm_jax.settings import AttentionName, RerankSettings
+from ralm_jax.sharding import on_mesh, own_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.tokenizer import Tokenizer, probe
 
@@ -88,30 +88,36 @@ compiled_scores = jax.jit(pair_scores, static_argnums=0)
 
 
 def load_cross_encoder(
-    model: str, *, dtype: str = "float32", mesh: Mesh | None = None, new_head_seed: int | None = None
+    model: str,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    attention: AttentionName = "auto",
+    new_head_seed: int | None = None,
 ) -> CrossEncoder:
     """Loads a cross-encoder onto a mesh (default: all devices of this process share the batch).
 
     Args:
         model: a folder with config.json and weights, or a Hugging Face id.
         dtype: of parameters and activations.
+        attention: how it is computed (`ralm_jax.attention`).
         new_head_seed: for a BERT or RoBERTa that has no head of one label: gives it one, drawn by this seed; its first
             layer is BERT's own pooler where there is one, as in transformers.
 
     Raises:
-        UsageError: no such model.
+        UsageError: no such model, or an attention that these devices do not have.
         RalmError: the model cannot be loaded exactly, or has no head and `new_head_seed` is not given.
     """
+    mesh = mesh or own_mesh()
     path = transformer_folder(locate(model))
     file = config_file(path)
     if states_pair_head(file):
-        loaded = load_model(model, path, CROSS_ENCODERS, dtype, mesh)
+        loaded = load_model(model, path, CROSS_ENCODERS, dtype, mesh, attention)
     elif new_head_seed is None:
         raise no_head(model, file)
-    mesh = mesh or own_mesh()
     else:
         families = ENCODERS | ({"bert": POOLED_BERT} if has_pooler(path) else {})
-        loaded = with_new_head(load_model(model, path, families, dtype, mesh), new_head_seed)
+        loaded = with_new_head(load_model(model, path, families, dtype, mesh, attention), new_head_seed)
     warn_of_overflow(loaded)
     return CrossEncoder(**vars(loaded), trained_with=trained_with(file))
 

@@ -22,7 +22,8 @@ from ralm_jax.model import Model, config_file, load_model, matmul_precision, war
 from ralm_jax.models import CROSS_ENCODERS, ENCODERS
 from ralm_jax.models.cross_encoder import states_pair_head
 from ralm_jax.models.encoder import POOLING
-from ralm_jax.sharding import on_mesh
+from ralm_jax.settings import AttentionName
+from ralm_jax.sharding import on_mesh, own_mesh
 from ralm_jax.text import parse_json, read_object, write_text
 
 log = logging.getLogger("ralm")
@@ -94,6 +95,7 @@ def load_encoder(
     normalize: bool | None = None,
     dtype: str = "float32",
     mesh: Mesh | None = None,
+    attention: AttentionName = "auto",
 ) -> Encoder:
     """Loads an encoder onto a mesh (default: all devices of this process share the batch).
 
@@ -102,16 +104,17 @@ def load_encoder(
         pooling, normalize: None for what the checkpoint states: sentence-transformers' files, or the classes of DPR and
             Contriever. A checkpoint that states nothing is pooled by the mean, with a warning.
         dtype: of parameters and activations.
+        attention: how it is computed (`ralm_jax.attention`).
 
     Raises:
-        UsageError: no such model.
+        UsageError: no such model, or an attention that these devices do not have.
         RalmError: the model cannot be loaded exactly; the message says why.
     """
     root = locate(model)
     path = transformer_folder(root)
     stated, normalized, longest = stated_recipe(root)
     whole = checkpoint.there(path) and states_pair_head(config_file(path))  # Orbax restores all, the head too
-    loaded = load_model(model, path, CROSS_ENCODERS if whole else ENCODERS, dtype, mesh)
+    loaded = load_model(model, path, CROSS_ENCODERS if whole else ENCODERS, dtype, mesh or own_mesh(), attention)
     warn_of_overflow(loaded)
     if pooling is None and stated is None:
         log.warning("%s: does not say how to pool hidden states; taking their mean", model)

@@ -13,18 +13,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ralm_jax import checkpoint, weights
+from ralm_jax import checkpoint, processes, weights
+from ralm_jax.attention import check_device
 from ralm_jax.config import ConfigFile, ModelConfig
 from ralm_jax.keys import Family
+from ralm_jax.settings import AttentionName
 from ralm_jax.sharding import abstract_model, make_mesh, on_mesh
 from ralm_jax.sources import open_source
 from ralm_jax.sources.gguf import gguf_config, open_gguf
 
 log = logging.getLogger("ralm")
 
+WEIGHTS_SHARE = 0.6  # of a device's memory; the rest is for what is computed
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-WEIGHTS_SHARE = 0.6  # of a device's memory; the rest is for what is computed
 
 @dataclass(frozen=True)
 class Model:
@@ -68,13 +70,21 @@ def family_of(file: ConfigFile, families: Mapping[str, Family]) -> tuple[Family,
     return family, family.config.from_hf(file)
 
 
-def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str, mesh: Mesh | None) -> Model:
-    """Loads the model at `path` onto a mesh (default: all devices share the batch).
+def load_model(
+    name: str,
+    path: Path,
+    families: Mapping[str, Family],
+    dtype: str,
+    mesh: Mesh | None,
+    attention: AttentionName = "auto",
+) -> Model:
+    """Loads the model at `path` onto a mesh (default: `fitting_mesh`).
 
     Raises:
+        UsageError: its attention cannot be computed so on these devices.
         RalmError: the model cannot be loaded exactly; the message says why.
     """
-    model = unloaded_model(name, path, families, dtype, mesh)
+    model = unloaded_model(name, path, families, dtype, mesh, attention)
     with on_mesh(model.mesh):
         if checkpoint.there(path):
             state = checkpoint.restore(path, model.state)
@@ -83,40 +93,30 @@ def load_model(name: str, path: Path, families: Mapping[str, Family], dtype: str
     return replace(model, state=state)
 
 
-def unloaded_model(name: str, path: Path, families: Mapping[str, Family], dtype: str, mesh: Mesh | None) -> Model:
+def unloaded_model(
+    name: str,
+    path: Path,
+    families: Mapping[str, Family],
+    dtype: str,
+    mesh: Mesh | None,
+    attention: AttentionName = "auto",
+) -> Model:
     """What `load_model` would load, with shapes in place of the parameters.
 
     Raises:
+        UsageError: as `load_model`.
         RalmError: no configuration or weights, or such as cannot be read.
     """
     family, config = family_of(config_file(path), families)
-    mesh = mesh or make_mesh()
+    mesh = mesh or fitting_mesh(family, config, dtype)
+    check_device(attention, mesh.devices.flat[0].platform, DTYPES[dtype], config.head_dim)
+    config = replace(config, attention=attention)
     graphdef, state = abstract(family, config, mesh, dtype)
     there = checkpoint.there(path)
     fingerprint = checkpoint.fingerprint(path) if there else open_source(path).fingerprint()
     return Model(name, family, config, graphdef, state, mesh, dtype, fingerprint)
 
 
-def warn_of_overflow(model: Model) -> None:
-    if model.dtype == "float16" and model.family.narrow:
-        log.warning(
-            "%s: activations of %s are known to overflow float16; bfloat16 is safe", model.name, model.family.name
-        )
-
-
-        UsageError: as `load_model`.
-def abstract(family: Family, config: ModelConfig, mesh: Mesh, dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
-    """Definition and state of a model as shapes, dtypes and shardings; nothing is allocated."""
-    make: Any = family.model
-    return abstract_model(lambda: make(config, rngs=nnx.Rngs(0), dtype=DTYPES[dtype]), mesh)
-
-
-def random_model(
-    family: Family, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None
-) -> Model:
-    """A model with random weights, for tests and benchmarks of any size."""
-    mesh = mesh or make_mesh()
-    graphdef, state = abstract(family, config, mesh, dtype)
 def fitting_mesh(family: Family, config: ModelConfig, dtype: str) -> Mesh:
     """All devices share the batch if a device has room for the weights; else `tensor` is the smallest power of two, up
     to the heads, with which it has."""
@@ -130,6 +130,25 @@ def fitting_mesh(family: Family, config: ModelConfig, dtype: str) -> Mesh:
     return make_mesh(tensor=tensor)
 
 
+def warn_of_overflow(model: Model) -> None:
+    if model.dtype == "float16" and model.family.narrow:
+        log.warning(
+            "%s: activations of %s are known to overflow float16; bfloat16 is safe", model.name, model.family.name
+        )
+
+
+def abstract(family: Family, config: ModelConfig, mesh: Mesh, dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
+    """Definition and state of a model as shapes, dtypes and shardings; nothing is allocated."""
+    make: Any = family.model
+    return abstract_model(lambda: make(config, rngs=nnx.Rngs(0), dtype=DTYPES[dtype]), mesh)
+
+
+def random_model(
+    family: Family, config: ModelConfig, *, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None
+) -> Model:
+    """A model with random weights, for tests and benchmarks of any size."""
+    mesh = mesh or make_mesh()
+    graphdef, state = abstract(family, config, mesh, dtype)
     make: Any = family.model
 
     def initial_state() -> nnx.State:

@@ -22,6 +22,7 @@ from ralm_jax.model import (
     warn_of_overflow,
 )
 from ralm_jax.models import READERS
+from ralm_jax.settings import AttentionName
 from ralm_jax.sharding import on_mesh
 from ralm_jax.text import read_object
 
@@ -54,21 +55,24 @@ def all_logits(graphdef: nnx.GraphDef, state: nnx.State, tokens: jax.Array, vali
         return nnx.merge(graphdef, state)(tokens, valid)
 
 
-def load_reader(model: str, *, dtype: str = "float32", mesh: Mesh | None = None) -> Reader:
-    """Loads a reader onto a mesh (default: all devices share the batch).
+def load_reader(
+    model: str, *, dtype: str = "float32", mesh: Mesh | None = None, attention: AttentionName = "auto"
+) -> Reader:
+    """Loads a reader onto a mesh (default: all devices share the batch if each has room for the weights).
 
     Args:
         model: a folder with config.json and weights (safetensors, Flax's msgpack, Orbax; PyTorch's pickles if it is
             installed), a llama .gguf file, or a Hugging Face id.
         dtype: of parameters and activations, "float32", "bfloat16" or "float16".
+        attention: how it is computed (`ralm_jax.attention`).
 
     Raises:
-        UsageError: no such model.
+        UsageError: no such model, or an attention that these devices do not have.
         RalmError: the model cannot be loaded exactly; the message says why.
     """
     path = locate(model)
     ends = end_tokens(path)
-    loaded = load_model(model, path, READERS, dtype, mesh)
+    loaded = load_model(model, path, READERS, dtype, mesh, attention)
     warn_of_overflow(loaded)
     return Reader(**vars(loaded), ends=ends)
 

@@ -19,6 +19,7 @@ QuestionDataset = Literal["nq", "triviaqa"]
 Prompts = Literal["ram2023", "liu2023", "instruct"]
 Split = Literal["test", "validation", "train"]
 RerankerLoss = Literal["marginal", "kl"]
+AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 Decay = Literal["linear", "cosine", "constant"]
 PREFIX_TOKENS = 128  # that a reranker reads
 
