@@ -42,9 +42,8 @@ def splash(
 
     run = local
     if not jax.sharding.get_abstract_mesh().empty:
-        rules = dict(RULES)
-        heads = PartitionSpec(rules["batch"], None, rules["heads"], None)
-        parts = (heads, heads, heads, PartitionSpec(rules["batch"], None))
+        heads = PartitionSpec(RULES["batch"], None, RULES["heads"], None)
+        parts = (heads, heads, heads, PartitionSpec(RULES["batch"], None))
         run = jax.shard_map(local, in_specs=parts, out_specs=heads, check_vma=False)
     return run(q, k, v, segments)[:, :length]
 
