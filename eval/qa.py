@@ -7,7 +7,7 @@ after a kill, and another number of passages costs only its own answers.
 import fcntl
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from eval.answers import judge
 from eval.prompts import PromptPreset
 from eval.retrievers import search_questions
+from ralm_jax import processes
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.generate.generator import Generation, Generator
 from ralm_jax.settings import GenerateSettings, IfExists, at_least
@@ -188,24 +189,25 @@ def answer_questions(
     jobs = [Job(q, count, preset.prompt(q.text, q.found[:count])) for count in passages for q in questions]
     root = Path(location).expanduser()
     if if_exists == "overwrite":
-        remove_earlier(location)
+        processes.once(lambda: remove_earlier(location))
     depends = {"reader": generator.identity, "generate": asdict(settings)} | made_with
     folder = Folder.create(location, KIND, depends, if_exists)
-    with appending(root / PREDICTIONS) as file:
-        done = {one.key: one for one in recovered(root / PREDICTIONS, file)}
+    with appending(root / PREDICTIONS) if processes.first() else nullcontext() as file:
+        done = processes.once(lambda: {one.key: one for one in recovered(root / PREDICTIONS, file)} if file else {})
         check_prompts(root / PREDICTIONS, jobs, done)
         todo = [job for job in jobs if job.key not in done]
         with tqdm(
             total=len(jobs),
             initial=len(jobs) - len(todo),
             unit="answer",
-            disable=None if progress is None else not progress,
+            disable=processes.bar_hidden(progress),
         ) as bar:
             for place, made in generator.generate([job.prompt for job in todo], settings) if todo else ():
                 prediction = judged(todo[place], made, preset)
-                with writing(root / PREDICTIONS):
-                    file.write(json_line(asdict(prediction)).encode() + b"\n")
-                    file.flush()
+                if file is not None:  # process 0 writes
+                    with writing(root / PREDICTIONS):
+                        file.write(json_line(asdict(prediction)).encode() + b"\n")
+                        file.flush()
                 done[prediction.key] = prediction
                 bar.update()
     folder.manifest["about"] = about

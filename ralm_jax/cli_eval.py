@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import arg, create_mutex_group
 
+from ralm_jax import processes
 from ralm_jax.cli_options import APIOptions, ReaderOptions, RerunOptions, check_output_file, refuse_set
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, Prompts, QuestionDataset, Split, at_least
@@ -154,7 +155,7 @@ class EvalQA:
         preset = PRESETS[self.prompt_preset]
         settings = replace(preset.settings, max_new_tokens=self.max_new_tokens or preset.settings.max_new_tokens)
         about = asdict(self) | {"passages": counts}
-        del about["rerun"], about["json"], about["api"]
+        del about["rerun"], about["json"], about["api"], about["reader"]["devices"]
         generator = self.reader.generator(self.model, self.window, self.api)
         with self.api.accounting(generator):
             predictions = qa.answer_questions(
@@ -173,6 +174,8 @@ class EvalQA:
                 if_exists=self.rerun.if_exists,
             )
         rows, out = qa_report.qa_rows(predictions), Path(self.out).expanduser()
+        if not processes.first():
+            return
         write_text(str(out / qa.FIGURES), qa_report.format_csv(rows))
         if len(rows) > 1:
             title = f"{self.model} on {self.questions.data or self.questions.dataset}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import create_mutex_group
 
+from ralm_jax import processes
 from ralm_jax.cli_options import APIOptions, ExcludeOptions, ReaderOptions, check_output_file, refuse_set
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import GenerateSettings, QuerySettings, RerankSettings, at_least
@@ -104,7 +105,9 @@ class Generate:
         tell = (lambda place, piece: print(piece, end="", flush=True)) if shown else None
         found = self.plain(prompts, tell) if self.index is None else self.attributed(prompts, tell)
         lines = (json_line(row) for row, _ in found)
-        if self.json:
+        if self.json and not processes.first():
+            list(lines)
+        elif self.json:
             print(f"{self.json}: {write_lines(self.json, lines):,} prompts")
         elif not shown:
             for line in lines:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from tyro.conf import create_mutex_group
 
-from ralm_jax.cli_options import ExcludeOptions, ReaderOptions, ReportOptions, TextOptions, check_output_file
+from ralm_jax.cli_options import (
+    ExcludeOptions,
+    ReaderOptions,
+    ReportOptions,
+    TextOptions,
+    check_output_file,
+    refuse_set,
+)
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import (
     DenseSearch,
@@ -83,6 +90,7 @@ class Sweep:
         from eval.sweep_rows import format_csv, format_rows
         from ralm_jax.text import write_text
 
+        refuse_set(self.reader.devices, "`ralm score` and the other commands; a sweep is one process")
         strategies = self.strategies()
         self.report.check_past(strategies, self.windows)
         beside = Beside(self.report.zero_shot_tokens, self.report.seed, self.report.temperature)

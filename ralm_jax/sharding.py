@@ -154,7 +154,7 @@ def replicated(tree: Any, mesh: Mesh) -> Any:
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
 
 
-def whole(array: jax.Array) -> np.ndarray:
+def whole(array: Any) -> np.ndarray:
     """All of `array`, of which other processes may have parts; then all have to ask for it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)

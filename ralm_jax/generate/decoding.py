@@ -21,7 +21,7 @@ from ralm_jax.generate.sampling import Sampling, choose
 from ralm_jax.layers import Memory, interleaved, part_rows
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
-from ralm_jax.sharding import batch_multiple, constrain, on_mesh, shard_batch
+from ralm_jax.sharding import batch_multiple, constrain, on_mesh, shard_batch, whole
 
 SMALLEST = 32  # tokens that are compiled for
 PARTS = 4  # of a batch, by length: prompts go through the reader, and are kept, with others that are about as long
@@ -197,7 +197,7 @@ def decode(
 
 def collected(reader: Reader, written: Written, rows: np.ndarray) -> Written:
     """`rows` of a step, once they are there."""
-    tokens, log_probs = (np.asarray(x)[rows] for x in written)
+    tokens, log_probs = (whole(x)[rows] for x in written)
     if np.isnan(log_probs).any():
         advice = "; try --dtype float32" if reader.dtype != "float32" else ""
         raise RalmError(f"{reader.name}: the reader gives NaN in {reader.dtype}{advice}")
