@@ -35,6 +35,7 @@ from ralm_jax.cli_options import (
     job_options,
     refuse_set,
 )
+from ralm_jax.cli_plan import Plan
 from ralm_jax.cli_rerank import Rerank
 from ralm_jax.cli_retrieval import ConvertCorpus, ConvertRetrieval
 from ralm_jax.cli_selective import Selective
@@ -127,8 +128,8 @@ class Retrieve:
     queries: QuerySettings = QuerySettings()
     dense_search: DenseSearch = "jax"
     """What searches a dense index; the hits are the same."""
-    rerun: RerunOptions = RerunOptions()
     job: JobOptions = JobOptions()
+    rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
         from ralm_jax.tokenizer import load_tokenizer
@@ -337,6 +338,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "convert-retrieval": ConvertRetrieval,
     "convert-corpus": ConvertCorpus,
     "inspect": Inspect,
+    "plan": Plan,
     "convert": Convert,
 }
 
@@ -371,10 +373,10 @@ def main(args: Sequence[str] | None = None) -> None:
         command.run()
         processes.wait()  # the end of one is the end of all
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        resumable = hasattr(command, "rerun") and getattr(command, "engine", "") != "lucene"
     except RalmError as error:
         processes.fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        resumable = hasattr(command, "rerun") and getattr(command, "engine", "") != "lucene"
         again = "the same command" if isinstance(command, Sweep) else "--resume" if resumable else None
         advice = f"; what is finished is kept, and {again} goes on from there" if again else ""
         processes.fail(f"interrupted{advice}", 130)
