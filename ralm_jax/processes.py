@@ -73,6 +73,7 @@ def join(coordinator: str | None = None, number: int | None = None, index: int |
         watch.start()
         atexit.register(watch.join)  # before JAX ends what it asks
         atexit.register(done.set)
+    jax.devices()  # which all have to ask for at the same time
 
 
 def count() -> int:

@@ -144,6 +144,8 @@ def place(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     """Places `array`, which all processes have whole; each places what is on its own devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(place(whole(jax.random.key_data(array)), sharding))
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
