@@ -17,6 +17,13 @@ DenseSearch = Literal["jax", "faiss"]
 TextDataset = Literal["wikitext-103", "realnews", "arxiv", "stackexchange", "freelaw"]
 QuestionDataset = Literal["nq", "triviaqa"]
 Prompts = Literal["ram2023", "liu2023", "instruct"]
+LongTask = Literal[
+    "qmsum", "qasper", "narrativeqa", "quality", "musique", "hotpotqa", "multifieldqa_en", "trec", "samsum"
+]
+LongPrompts = Literal["xu2023", "longbench"]
+MetricFamily = Literal["longbench", "scrolls", "nvidia"]
+RougePackage = Literal["rouge", "rouge-score"]
+Truncation = Literal["middle", "document-tail", "context-tail"]
 Split = Literal["test", "validation", "train"]
 RerankerLoss = Literal["marginal", "kl"]
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
