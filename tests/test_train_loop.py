@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import make_mesh
+from ralm_jax.weights import flat_state, unpadded
+from tests import tiny
 from train.loop import CHECKPOINTS, METRICS, Checkpoints, Task, Terminated, compiled_step, new_state, train
 from train.optim import make_optimizer
 
@@ -215,6 +218,26 @@ class TestResuming:
         resumed = train(make_task(mesh), str(tmp_path), SETTINGS, if_exists="resume", announce=lambda line: None)
         assert resumed["kernel"].sharding == NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), resumed, straight[1])
+
+    @pytest.mark.parametrize(
+        ("saved", "resumed"), [((1, 1, 4), (1, 1, 1)), ((1, 1, 1), (1, 1, 4)), ((1, 1, 4), (1, 1, 2))]
+    )
+    def test_a_vocabulary_is_padded_for_the_mesh(self, tmp_path, saved, resumed):
+        one = tiny.reader(replace(tiny.GPTJ, vocab_size=131, num_layers=1))
+
+        def task(shape, batches=batches):
+            def loss(params, batch, key):
+                return sum((leaf**2).sum() for leaf in jax.tree.leaves(params)), batch["weight"].sum()
+
+            reader = tiny.on(one, make_mesh(*shape))
+            return Task(reader.state, reader.mesh, loss, batches, None, {"init": "tiny"})
+
+        straight = train(task((1, 1, 1)), str(tmp_path / "straight"), SETTINGS, announce=lambda line: None)
+        with pytest.raises(Stop):
+            run(tmp_path / "run", task=task(saved, stopping_at(9)))
+        found = train(task(resumed), str(tmp_path / "run"), SETTINGS, if_exists="resume", announce=lambda line: None)
+        for (path, leaf), expected in zip(flat_state(found).items(), jax.tree.leaves(straight), strict=True):
+            np.testing.assert_allclose(unpadded(leaf), expected, atol=1e-5, err_msg=path)
 
     def test_rows_after_the_checkpoint_are_dropped(self, tmp_path, straight):
         """Even one that a kill cut off."""

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ralm_jax import processes
@@ -328,7 +329,9 @@ class Checkpoints:
             best_mode="min",
             step_name_format=CompleteSteps(ocp.path.step.standard_name_format()),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = ocp.CheckpointManager(
+            self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+        )
         processes.once(self._remove_unfinished)
         if fresh:
             for step in self._manager.all_steps():
@@ -370,17 +373,21 @@ class Checkpoints:
         self._manager.save(step, args=self._ocp.args.StandardSave(named(state)), metrics=dict(figures) or None)
 
     def restore(self, step: int, state: State) -> State:
-        """The checkpoint of `step`, placed as `state` is.
+        """The checkpoint of `step`, placed as `state` is; a vocabulary may be padded for another mesh.
 
         Raises:
             RalmError: it is damaged, or of other parameters.
         """
         self._manager.wait_until_finished()
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        where = self._folder / str(step)
         try:
-            found = self._manager.restore(step, args=self._ocp.args.StandardRestore(named(wanted)))
+            stored = {name: tuple(x.shape) for name, x in self._manager.item_metadata(step).items()}
+            known = {name: x.shape for name, x in named(wanted).items()}
+            fits = beside_vocabulary(state, stored) == beside_vocabulary(state, known)
+            # where it is not strict, Orbax cuts off or fills up with zeros
+            found = self._manager.restore(step, args=self._ocp.args.StandardRestore(named(wanted), strict=not fits))
         except Exception as error:  # Orbax raises whatever its stores do
-            where = self._folder / str(step)
             raise RalmError(
                 f"{where}: cannot be restored ({first_line(error)}); delete it to go on before it"
             ) from None
@@ -390,6 +397,17 @@ class Checkpoints:
 def named(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by their paths."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def beside_vocabulary(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of the `shapes` of `named(state)`, all but the size of a vocabulary, which is padded to what a mesh needs."""
+    kept = dict(shapes)
+    variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    for name, leaf in zip(named(state), variables, strict=True):
+        axes = leaf.get_metadata("out_sharding") if isinstance(leaf, nnx.Variable) else ()
+        if "vocab" in axes and name in kept:
+            kept[name] = tuple(size for axis, size in zip(axes, kept[name], strict=True) if axis != "vocab")
+    return kept
 
 
 class Metrics:
