@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ralm_jax import scoring
 from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import make_mesh, on_mesh
 from tests import tiny
@@ -39,7 +40,7 @@ def plain(graphdef):
 
 
 def rows_at_once(monkeypatch, rows, batch, vocabulary=tiny.GPT2.vocab_size):
-    monkeypatch.setattr(causal, "LOGITS_BYTES", 4 * vocabulary * batch * rows)
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * vocabulary * batch * rows)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neo", "gptj", "opt-350m", "llama"])
@@ -111,6 +112,7 @@ def test_gradients_of_the_head_add_up_in_float32(monkeypatch, one_device):
     assert np.linalg.norm(ours - wanted) < 4e-3 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_a_reader_learns_a_text_by_heart_on_a_mesh(one_device):
     """bfloat16 computation, float32 state, micro-batches; one device begins with the same losses."""
     config, batch = replace(tiny.LLAMA, num_layers=1, vocab_size=130), windows(batch=8)

@@ -5,7 +5,7 @@ backward pass. Neither does it keep what layers compute inside: that is computed
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ralm_jax.model import matmul_precision
-from ralm_jax.scoring import LOGITS_BYTES
+from ralm_jax.model import abstract, matmul_precision
+from ralm_jax.plan import Program, Work
+from ralm_jax.scoring import logits_rows
+from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import batch_multiple, constrain
+from train.loop import Task, abstract_state, compiled_step
+from train.optim import make_optimizer
 
 
 class Batch(NamedTuple):
@@ -27,9 +31,9 @@ class Batch(NamedTuple):
         weight: B T, float32, 0 where nothing is learned: padding, a prompt.
     """
 
-    tokens: jax.Array
-    labels: jax.Array
-    weight: jax.Array
+    tokens: Any
+    labels: Any
+    weight: Any
 
 
 def causal_loss(
@@ -42,8 +46,8 @@ def causal_loss(
         with matmul_precision(jax.tree.leaves(params)[0].dtype):
             model = nnx.merge(graphdef, params)
             hidden = model.hidden(batch.tokens, remat=True)
-            row_bytes = 4 * model.vocab_size * -(-len(hidden) // batch_multiple(mesh))
-            total = cross_entropy(model.logits, hidden, batch.labels, batch.weight, max(1, LOGITS_BYTES // row_bytes))
+            rows = logits_rows(model.vocab_size, -(-len(hidden) // batch_multiple(mesh)))
+            total = cross_entropy(model.logits, hidden, batch.labels, batch.weight, rows)
         return total, batch.weight.sum()
 
     return loss
@@ -84,3 +88,14 @@ def cross_entropy(
         return (weight * (jax.nn.logsumexp(found, axis=2) - jnp.where(label, found, 0).sum(axis=2))).sum()
 
     return jax.lax.map(block_loss, (cut(hidden), cut(labels), cut(weight))).sum()
+
+
+def finetune_program(work: Work) -> Program:
+    """The step of training all parameters, for `ralm_jax.plan`: float32 state, computation in `work.dtype`."""
+    graphdef, params = abstract(work.family, work.config, work.mesh)
+    settings = TrainSettings(batch_size=work.batch_size, dropout=0.0, dtype=work.dtype)
+    state = abstract_state(params, make_optimizer(settings), work.mesh)
+    task = Task(params, work.mesh, causal_loss(graphdef, work.mesh), lambda step: (), None, {})
+    batch = Batch(work.rows(work.window), work.rows(work.window), work.rows(work.window, jnp.float32))
+    parts = {"weights": state.params, "optimizer": state.optimizer, "inputs": batch}
+    return Program(compiled_step(task, settings, state), (state, batch), parts)
