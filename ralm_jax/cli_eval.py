@@ -9,6 +9,7 @@ import tyro
 from tyro.conf import arg, create_mutex_group
 
 from ralm_jax import processes
+from ralm_jax.cli_long import EvalLong
 from ralm_jax.cli_options import APIOptions, ReaderOptions, RerunOptions, check_output_file, refuse_set
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, Prompts, QuestionDataset, Split, at_least
@@ -192,11 +193,12 @@ class Eval:
     task: (
         Annotated[EvalRetrieval, tyro.conf.subcommand("retrieval", prefix_name=False)]
         | Annotated[EvalQA, tyro.conf.subcommand("qa", prefix_name=False)]
+        | Annotated[EvalLong, tyro.conf.subcommand("long", prefix_name=False)]
     )
 
     @property
     def rerun(self) -> RerunOptions:
-        """Of `ralm eval qa`; the other one has none."""
+        """Of `ralm eval qa` and `ralm eval long`; the other one has none."""
         return self.task.rerun  # type: ignore[union-attr]
 
     def run(self) -> None:
