@@ -67,7 +67,9 @@ class Plan:
             write_text(self.json, json.dumps(plan.to_json(), indent=2) + "\n")
         print("\n".join(plan.lines()), flush=True)
         if not plan.fits:
-            raise RalmError(f"{self.model} does not fit {self.topology}: {plan.lacking:.2f} GiB a device too much")
+            raise RalmError(
+                f"{self.model} does not fit {self.topology}: about {plan.lacking:.2f} GiB a device too much"
+            )
 
 
 def ask(request: Request) -> Answer:

@@ -1,8 +1,7 @@
 """Will it fit: the step that would run on a pod of TPUs, compiled for one that need not be there.
 
 What is compiled are the functions that run, on shapes placed on a mesh of the pod's devices (`ralm_jax.pod`). Whether
-they fit, the compiler decides; where they do not, they are compiled again as if memory had no end, which says what is
-lacking.
+they fit, the compiler decides; where they do not, it estimates what they would need.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from ralm_jax.keys import Family
 from ralm_jax.model import WEIGHTS_SHARE, abstract, config_file, family_of
 from ralm_jax.models import ENCODERS, READERS, SIZES
 from ralm_jax.plan_report import ComputeDType, Plan, Request, Task, mesh_text
-from ralm_jax.pod import Pod, compile_for, open_pod
+from ralm_jax.pod import Pod, TooLarge, compile_for, open_pod
 from ralm_jax.scoring import label_log_probs, logits_rows
 from ralm_jax.settings import StrideSettings, WindowSettings
 from ralm_jax.sharding import BATCH_AXES, batch_multiple, make_mesh
@@ -120,14 +119,27 @@ class Trials:
             raise UsageError(f"a batch of {batch_size} cannot be shared by {share}")
         return self.make(Work(self.family, self.config, mesh, self.window, batch_size, self.dtype))
 
-    def needs(self, sizes: dict[str, int], batch_size: int, *, endless: bool = False) -> dict[str, float] | None:
-        """GiB of a device by part; None if it does not fit, unless memory is `endless`."""
+    def needs(self, sizes: dict[str, int], batch_size: int) -> "Needs":
+        """What a device needs."""
         program = self.program(sizes, batch_size)
-        what = "what it lacks" if endless else f"{batch_size:,} windows of {self.window:,} tokens"
-        self.announce(f"compiling for {mesh_text(sizes)}: {what}")
-        mesh = make_mesh(**sizes, devices=self.pod.devices)
-        found = compile_for(mesh, program.step, program.args, endless=endless)
-        return None if found is None else {name: size / GIB for name, size in (program.given() | found).items()}
+        self.announce(f"compiling for {mesh_text(sizes)}: {batch_size:,} windows of {self.window:,} tokens")
+        given, fits = program.given(), True
+        try:
+            beside = compile_for(make_mesh(**sizes, devices=self.pod.devices), program.step, program.args)
+        except TooLarge as refusal:
+            beside, fits = {"temporaries": max(0, refusal.needs - sum(given.values()))}, False
+        return Needs(fits, {name: size / GIB for name, size in (given | beside).items()})
+
+
+class Needs(NamedTuple):
+    """GiB of a device by part, and whether it has them."""
+
+    fits: bool
+    gib: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.gib.values())
 
 
 def make_plan(request: Request, makers: Mapping[str, Maker], announce: Callable[[str], None]) -> Plan:
@@ -149,23 +161,21 @@ def make_plan(request: Request, makers: Mapping[str, Maker], announce: Callable[
     given = request.mesh and [dict(make_mesh(**request.mesh, devices=pod.devices).shape)]
     for sizes in given or fitting_meshes(trials, request):
         batch_size = request.batch_size or smallest_batch(sizes)
-        gib = trials.needs(sizes, batch_size)
-        if gib is not None:
+        needs = trials.needs(sizes, batch_size)
+        if needs.fits:
             break
-    fits = gib is not None
-    if gib is None:
-        gib = trials.needs(sizes, batch_size, endless=True) or {}
-    elif request.batch_size is None:
-        batch_size, gib = largest_batch(trials, sizes, gib)
+    most = needs.fits and request.batch_size is None
+    if most:
+        batch_size, needs = largest_batch(trials, sizes, needs)
     _, state = abstract(family, config, make_mesh(data=1))
     return Plan(
         request=dataclasses.replace(request, window=window, batch_size=batch_size, mesh=sizes),
         parameters=sum(math.prod(shape) for shape in stored_shapes(state).values()),
         devices=len(pod.devices),
         memory=pod.memory / GIB,
-        largest=fits and request.batch_size is None,
-        fits=fits,
-        gib=gib,
+        largest=most,
+        fits=needs.fits,
+        gib=needs.gib,
         flops=token_flops(config, stored_shapes(state), window, request.task),
     )
 
@@ -243,49 +253,33 @@ def candidates(devices: int, task: Task) -> Iterator[dict[str, int]]:
                 yield {"data": devices // holding, "fsdp": holding // tensor, "tensor": tensor}
 
 
-def largest_batch(trials: Trials, sizes: dict[str, int], gib: dict[str, float]) -> tuple[int, dict[str, float]]:
-    """The largest batch that fits on a mesh of such sizes, and what it needs.
+def largest_batch(trials: Trials, sizes: dict[str, int], smallest: Needs) -> tuple[int, Needs]:
+    """The largest batch that fits on a mesh of such sizes, to an eighth, and what it needs.
 
     Args:
-        gib: what the smallest batch needs.
+        smallest: what the smallest batch needs.
     """
-    each = smallest_batch(sizes)
-    known: dict[int, dict[str, float] | None] = {1: gib}
-
-    def used(multiple: int) -> float | None:
-        if multiple not in known:
-            known[multiple] = trials.needs(sizes, multiple * each)
-        found = known[multiple]
-        return None if found is None else sum(found.values())
-
-    most = largest(used, trials.pod.memory / GIB)
-    return most * each, known[most] or {}
-
-
-def largest(used: Callable[[int], float | None], room: float) -> int:
-    """The largest n, to an eighth, for which there is room.
-
-    Args:
-        used: what n uses of it, None if it is too much; 1 is not.
-    """
-    low, high, n, seen = 0, None, 1, list[tuple[int, float]]()
-    while high is None or high - low > max(1, low // 8):
-        use = used(n)
-        if use is None:
-            high = n
+    each, low, high = smallest_batch(sizes), (1, smallest), None
+    while (n := next_trial(low, high, trials.pod.memory / GIB)) is not None:
+        needs = trials.needs(sizes, n * each)
+        if needs.fits:
+            low = n, needs
         else:
-            low = n
-            seen.append((n, use))
-        if high is not None:
-            n = (low + high) // 2
-        elif len(seen) == 1:
-            n = 2
-        else:  # a little less than what the last two lead to expect
-            (before, less), (_, more) = seen[-2:]
-            each = (more - less) / (low - before)
-            guess = low + 0.95 * (room - more) / each if each > 0 else math.inf
-            n = int(min(max(guess, low + max(1, low // 8)), 16 * low))
-    return low
+            high = n, needs
+    return low[0] * each, low[1]
+
+
+def next_trial(low: tuple[int, Needs], high: tuple[int, Needs] | None, room: float) -> int | None:
+    """A number between the highest that is known to fit and the lowest that is known not to; None if they are closer
+    than an eighth. It is a little less than where the line through both crosses `room`."""
+    if high is None:
+        return 16 * low[0]
+    step, between = max(1, low[0] // 8), high[0] - low[0]
+    if between <= step:
+        return None
+    used, needed = low[1].total, high[1].total
+    share = (room - used) / (needed - used) if needed > room else 0.5
+    return low[0] + min(max(int(0.97 * share * between), step), between - 1)
 
 
 def token_flops(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], window: int, task: Task) -> float:

@@ -42,7 +42,7 @@ class Plan:
         memory: GiB of a device that a program and its arguments can have.
         largest: whether no larger batch fits, to an eighth.
         fits: whether the compiler could place it.
-        gib: what a device needs, by part.
+        gib: what a device needs, by part; where it does not fit, by estimate.
         flops: multiplications and additions a token in matrix products; what is computed again does not count.
     """
 
@@ -83,7 +83,7 @@ class Plan:
             "mesh": mesh_text(asked.mesh or {}),
             "batch": f"{asked.batch_size:,} windows{', the most that fit' if self.largest else ''}",
             "FLOPs a token": f"{self.flops:.3g}",
-            "fits": "yes" if self.fits else f"no: {self.lacking:.2f} GiB a device too much",
+            "fits": "yes" if self.fits else f"no: about {self.lacking:.2f} GiB a device too much",
         }
         yield from (f"{name:18}{value}" for name, value in facts.items())
         yield f"\n{'':18}GiB a device"

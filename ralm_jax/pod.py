@@ -15,7 +15,7 @@ from ralm_jax.sharding import on_mesh
 
 GENERATIONS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # asked of libtpu, which does not list what it knows
 ONE_DEVICE_A_CHIP = {"v4": {"chip_config_name": "megacore"}}  # as jobs have it; libtpu's default is a device a core
-ENDLESS = {"xla_tpu_max_hbm_size_mib": str(1 << 26)}
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -60,51 +60,65 @@ def is_known(generation: str) -> bool:
         return False
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes of `device` that programs can have; the compiler tells when it refuses one that takes far too much.
+class TooLarge(Exception):
+    """A program does not fit.
 
-    Raises:
-        RalmError: it does not tell.
+    Attributes:
+        needs: bytes a device that it would take, as the compiler estimates; within some hundredths of what compiling
+            it for a larger device gives.
+        memory: bytes that there are.
     """
+
+    def __init__(self, text: str):
+        """
+        Raises:
+            RalmError: `text`, the compiler's, does not tell.
+        """
+        sizes = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+)([KMGT])\b", text)]
+        if len(sizes) < 2:
+            raise RalmError(f"libtpu {metadata.version('libtpu')} does not say how much memory there is: {text}")
+        self.needs, self.memory = map(int, sizes[:2])
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes of `device` that programs can have: the compiler tells when it refuses one that takes far too much."""
     huge = jax.ShapeDtypeStruct((1 << 45,), jnp.int8, sharding=SingleDeviceSharding(device))
     try:
-        jax.jit(jnp.negative).lower(huge).compile()
-        text = "it has no end"
-    except jax.errors.JaxRuntimeError as error:
-        text = error_text(error)
-    found = re.search(r"(?:available HBM \(|Used \S+ of )([\d.]+)([MGT])", text)
-    if not found:
-        raise RalmError(f"libtpu {metadata.version('libtpu')} does not say how much memory a device has: {text}")
-    return int(float(found[1]) * {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[found[2]])
+        compiled(jax.jit(jnp.negative).lower(huge))
+    except TooLarge as refusal:
+        return refusal.memory
+    raise RalmError(f"libtpu {metadata.version('libtpu')} finds room for anything")
 
 
-def compile_for(mesh: Mesh, step: Any, args: tuple[Any, ...], *, endless: bool = False) -> dict[str, int] | None:
-    """Compiles what `jax.jit` made for the devices of `mesh`.
+def compile_for(mesh: Mesh, step: Any, args: tuple[Any, ...]) -> dict[str, int]:
+    """Bytes a device, by part, that what `jax.jit` made needs beside its arguments on the devices of `mesh`.
 
     Args:
         args: shapes in place of arrays.
-        endless: as if the devices had memory without end.
-
-    Returns:
-        Bytes a device that it needs beside its arguments, by part; None if that is more than there is.
 
     Raises:
+        TooLarge: it does not fit.
         RalmError: the compiler fails in another way.
     """
     with on_mesh(mesh):
         lowered = step.lower(*args)
-    try:
-        needs = lowered.compile(compiler_options=ENDLESS if endless else None).memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" in text and re.search(r"\bhbm\b", text, re.IGNORECASE) and not endless:
-            return None
-        raise RalmError(f"the TPU compiler fails: {error_text(error)}") from None
+    needs = compiled(lowered).memory_analysis()
     return {
         "outputs": needs.output_size_in_bytes - needs.alias_size_in_bytes,
         "temporaries": needs.temp_size_in_bytes,
         "program": needs.generated_code_size_in_bytes,
     }
+
+
+def compiled(lowered: Any) -> Any:
+    """As `compile_for`."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" in text and re.search(r"\bhbm\b", text, re.IGNORECASE):
+            raise TooLarge(error_text(error)) from None
+        raise RalmError(f"the TPU compiler fails: {error_text(error)}") from None
 
 
 def error_text(error: BaseException) -> str:
