@@ -98,7 +98,7 @@ class EvalLong:
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
-        from eval import long
+        from eval import long, long_report
         from eval.long_metrics import find_metric
         from eval.long_prompts import LONG_PRESETS, find_template
         from eval.tasks import TASKS, read_examples
@@ -130,11 +130,11 @@ class EvalLong:
             )  # fmt: skip
         if not processes.first():
             return
-        result = long.report(examples, predictions, settings, family, metric, about)
-        name = long.result_name(family, metric, usual)
+        result = long_report.report(examples, predictions, settings, family, metric, about)
+        name = long_report.result_name(family, metric, usual)
         content = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
         write_text(str(Path(self.out).expanduser() / name), content + "\n")
-        print(f"{long.format_report(result)}\n\n{long.PREDICTIONS} and {name} are in {self.out}.")
+        print(f"{long_report.format_report(result)}\n\n{long.PREDICTIONS} and {name} are in {self.out}.")
 
     def open_reader(self) -> "tuple[Generator, Tokenizer, int]":
         """What answers, what cuts its prompts, and its window.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import long
+from eval import long, long_report
 from eval.long_metrics import find_metric
 from eval.tasks import read_examples
 from ralm_jax import generate
@@ -206,7 +206,7 @@ class TestAgain:
         settings = long.LongSettings("hotpotqa", "longbench", "middle", 800, 0, Lookup().settings)
         rows = [long.LongPrediction(**row) for row in lines(tmp_path)]
         with pytest.raises(RalmError, match="answers to prompts of xu2023 are among those to prompts of longbench"):
-            long.report(examples, rows, settings, "longbench", find_metric("longbench", "span", "hotpotqa"), {})
+            long_report.report(examples, rows, settings, "longbench", find_metric("longbench", "span", "hotpotqa"), {})
 
     def test_overwrite_leaves_what_is_not_ours(self, evaluate, tmp_path):
         evaluate()
