@@ -154,9 +154,10 @@ def score(
 
 def shared_margin(reader: Reader | APIReader, strides: StrideSettings, block: int) -> int:
     """Tokens that the windows of a block of so many strides are longer than others: those with which its strides have
-    as much prefix on average as by themselves, as far as the reader has positions."""
-    known = reader.config.max_positions if isinstance(reader, Reader) else strides.window
-    return max(0, min((block - 1) * strides.stride // 2, known - strides.window))
+    as much prefix on average as by themselves, as far as the reader has positions; how many a server's has, is not
+    known."""
+    margin = (block - 1) * strides.stride // 2
+    return max(0, min(margin, reader.config.max_positions - strides.window)) if isinstance(reader, Reader) else margin
 
 
 def check_plain(location: str, plain: Scores, settings: dict[str, Any]) -> None:

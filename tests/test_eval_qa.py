@@ -362,7 +362,11 @@ class TestCommand:
         )
         ((model, options, reader),) = place
         assert (model, options) == (
-            "m", {"tokenizer": None, "dtype": "float32", "batch_size": None, "window": None, "concurrency": 8}
+            "m",
+            {
+                "tokenizer": None, "dtype": "float32", "attention": "auto", "batch_size": None, "window": None,
+                "concurrency": 8, "mesh": None,
+            },
         )  # fmt: skip
         assert len(reader.asked) == 8
         report = json.loads(Path("r.json").read_text())

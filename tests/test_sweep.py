@@ -100,7 +100,7 @@ def tables(kind):
 def windows(monkeypatch):
     """How many windows each scoring has had, copies that fill a batch left out."""
     counted, batches = [], Scorer.batches
-    monkeypatch.setattr(Scorer, "batches", lambda self, w, n: (counted.append(len(w)), batches(self, w, n))[1])
+    monkeypatch.setattr(Scorer, "batches", lambda self, w, *n: (counted.append(len(w)), batches(self, w, *n))[1])
     return counted
 
 
