@@ -1,13 +1,18 @@
 """`ralm train`: commands that learn something. As in `cli`, nothing heavy is imported before one runs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from ralm_jax.cli_options import APIOptions, DeviceOptions, ExcludeOptions, ReaderOptions, RerunOptions, TextOptions
+from ralm_jax.errors import UsageError
 from ralm_jax.settings import (
+    AttentionName,
+    ContextSettings,
     QuerySettings,
+    ReaderTrainSettings,
     RerankerSettings,
     Split,
     StrideSettings,
@@ -122,12 +127,72 @@ class Reranker:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """What a reader learns from. No window has text of two documents."""
+
+    text: tuple[str, ...] = ()
+    """Files that are one long document each: plain text, or jsonl rows that are joined, compressed (gzip, zstd) or
+    not."""
+    data: tuple[str, ...] = ()
+    """Files with a document a row, a string or {"text"}: jsonl, compressed or not, or Parquet."""
+
+    def read(self) -> Iterator[str]:
+        """
+        Raises:
+            UsageError: none is named.
+        """
+        from train.windows import read_documents
+
+        if not self.text and not self.data:
+            raise UsageError("name what is learned from with --text or --data")
+        return read_documents(self.text, self.data)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Extend a reader's window by position interpolation, and tune it on long documents."""
+
+    model: str
+    """The reader, of the family llama: a folder, a .gguf file or a Hugging Face id."""
+    out: str
+    """Folder for checkpoints, metrics.csv, perplexity.csv by position, and the reader in `model`."""
+    documents: Documents = Documents()
+    context: ContextSettings = ContextSettings()
+    training: ReaderTrainSettings = ReaderTrainSettings()
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    attention: AttentionName = "auto"
+    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
+    have."""
+    devices: DeviceOptions = DeviceOptions()
+    rerun: RerunOptions = RerunOptions()
+
+    def run(self) -> None:
+        from train.context import MODEL, train_context
+
+        train_context(
+            self.model,
+            self.documents.read(),
+            self.out,
+            settings=self.training,
+            context=self.context,
+            tokenizer=self.tokenizer,
+            attention=self.attention,
+            mesh=self.devices.all(),
+            if_exists=self.rerun.if_exists,
+            announce=lambda line: print(line, flush=True),
+        )
+        print(f"The reader, for --model {self.out}/{MODEL}, is there.")
+
+
+@dataclass(frozen=True)
 class Train:
-    """Train what helps a frozen reader."""
+    """Train what helps a frozen reader, or the reader itself."""
 
     task: (
         Annotated[RerankerData, tyro.conf.subcommand("reranker-data", prefix_name=False)]
         | Annotated[Reranker, tyro.conf.subcommand("reranker", prefix_name=False)]
+        | Annotated[Context, tyro.conf.subcommand("context", prefix_name=False)]
     )
 
     @property
@@ -136,7 +201,7 @@ class Train:
 
     @property
     def saves_memory(self) -> str:
-        return "more --micro-batches" if isinstance(self.task, Reranker) else "a smaller --batch-size"
+        return "a smaller --batch-size" if isinstance(self.task, RerankerData) else "more --micro-batches"
 
     def run(self) -> None:
         self.task.run()

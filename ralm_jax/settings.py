@@ -206,6 +206,57 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
+class ReaderTrainSettings(TrainSettings):
+    """How a reader is tuned. Steps, batch size and the constant learning rate are those of Retrieval meets
+    long context; no weight decay and beta2 those of Chen et al. (2023)."""
+
+    steps: int = 1000
+    """Updates."""
+    batch_size: int = 128
+    """Windows an update."""
+    learning_rate: float = 5e-6
+    """At its peak."""
+    warmup: float = 0.0
+    """Share of the steps that the learning rate rises over."""
+    decay: Decay = "constant"
+    """How the learning rate falls to 0 afterwards, or stays."""
+    weight_decay: float = 0.0
+    """Of matrices and embeddings; biases and norms have none."""
+    beta2: float = 0.95
+    """Of AdamW."""
+    dropout: float = 0.0
+    """Readers have none."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the computation; parameters and optimiser are float32 always."""
+    check_every: int = 100
+    """Steps from one evaluation on held-out windows, and checkpoint, to the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dropout:
+            raise UsageError("readers have no dropout; leave --dropout at 0")
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """How a reader's window grows."""
+
+    factor: int = 4
+    """Times the window that the reader has; 1 tunes it as it is."""
+    again: bool = False
+    """Extend a reader whose positions are interpolated already: factors multiply."""
+    held_out: float = 0.05
+    """Share of the windows, the last ones, that only evaluate."""
+    held_out_limit: int = 64
+    """At most so many of these, evenly spread, are evaluated on."""
+
+    def __post_init__(self) -> None:
+        at_least(1, factor=self.factor, held_out_limit=self.held_out_limit)
+        if not 0 <= self.held_out < 1:
+            raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
+
+
+@dataclass(frozen=True)
 class RerankerSettings(RerankSettings):
     """What a predictive reranker learns from."""
 

@@ -41,3 +41,13 @@ def test_positions_skip_left_padding():
     valid = jnp.array([[False, False, True, True, True]])
     assert token_positions(valid, (1, 5)).tolist() == [[0, 0, 0, 1, 2]]
     assert token_positions(None, (2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_bfloat16_has_few_positions_and_phases_have_all():
+    """Of 16,384 positions bfloat16 has 1,025; interpolated phases tell every two neighbours apart."""
+    every = jnp.arange(16384, dtype=jnp.int32)
+    assert len(np.unique(np.asarray(every.astype(jnp.bfloat16), np.float32))) == 1025
+    cos, sin = rotary_phases(every[None], 64, 10000.0, factor=8.0)
+    turned = np.stack([cos[0, :, 0, 0], sin[0, :, 0, 0]], axis=1)  # of the fastest pair
+    step = np.linalg.norm(np.diff(turned, axis=0), axis=1)
+    np.testing.assert_allclose(step, 2 * np.sin(1 / 16), atol=2e-3)

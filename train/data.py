@@ -1,7 +1,7 @@
 """Examples of a predictive reranker, from their tables to batches of one fixed shape."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,33 +177,45 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Shuffled batches `start` to `stop`, each of which follows from `seed` alone; made by threads ahead of their use.
     An epoch ends within a batch, so none is short."""
-    from grain import MapDataset
-
-    rows = MapDataset.source(range(len(examples))).seed(seed).shuffle()
-    rows = rows.repeat(-(-stop * batch_size // len(examples)))
-    batches = rows.map(lambda row: make(examples, row)).batch(batch_size, batch_fn=stack)
-    return ahead(batches.slice(slice(start, stop)))
+    return shuffled_batches(lambda row: make(examples, row), len(examples), batch_size, seed, start, stop)
 
 
 def held_out_batches(make: PairMaker, examples: Examples, batch_size: int) -> Iterator[Batch]:
     """All examples in order; the last batch is filled up with examples of no weight."""
+    return ordered_batches(lambda row: make(examples, row), len(examples), batch_size)
+
+
+def shuffled_batches(
+    example: Callable[[int], Any], count: int, batch_size: int, seed: int, start: int, stop: int
+) -> Iterator[Any]:
+    """Shuffled batches `start` to `stop` of `count` examples, each of which follows from `seed` alone; made by threads
+    ahead of their use. An epoch ends within a batch, so none is short."""
     from grain import MapDataset
 
-    def batch(number: int) -> Batch:
+    rows = MapDataset.source(range(count)).seed(seed).shuffle().repeat(-(-stop * batch_size // count))
+    return ahead(rows.map(example).batch(batch_size, batch_fn=stack).slice(slice(start, stop)))
+
+
+def ordered_batches(example: Callable[[int], Any], count: int, batch_size: int) -> Iterator[Any]:
+    """All of `count` examples in order; the last batch is filled up with examples whose `weight` is 0."""
+    from grain import MapDataset
+
+    def batch(number: int) -> Any:
         rows = np.arange(number * batch_size, (number + 1) * batch_size)
-        made = stack([make(examples, int(row)) for row in np.minimum(rows, len(examples) - 1)])
-        return made._replace(weight=(rows < len(examples)).astype(np.float32))
+        made = stack([example(int(row)) for row in np.minimum(rows, count - 1)])
+        real = (rows < count).reshape(-1, *[1] * (made.weight.ndim - 1))
+        return made._replace(weight=np.where(real, made.weight, np.float32(0)))
 
-    return ahead(MapDataset.range(-(-len(examples) // batch_size)).map(batch))
+    return ahead(MapDataset.range(-(-count // batch_size)).map(batch))
 
 
-def ahead(batches: Any) -> Iterator[Batch]:
+def ahead(batches: Any) -> Iterator[Any]:
     """The batches of a Grain data set, made by threads while earlier ones are used."""
     from grain import ReadOptions
 
     return iter(batches.to_iter_dataset(ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS)))
 
 
-def stack(parts: Sequence[Batch]) -> Batch:
+def stack(parts: Sequence[Any]) -> Any:
     """Examples as one batch."""
     return jax.tree.map(lambda *values: np.stack(values), *parts)
