@@ -55,8 +55,13 @@ def assert_placed(reader: Reader, mesh) -> None:
         assert len(indices) == np.prod(parts), path
 
 
+VARIANTS = ("gpt2-untied", "opt", "opt-untied-no-bias", "llama, 8 key/value heads")  # of what is there already
+
+
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in FAMILIES]
+)
 def test_scores_are_those_of_one_device(family, shape):
     one, mesh = tiny.reader(FAMILIES[family]), make_mesh(*shape)
     several, asked = tiny.on(one, mesh), windows(one.config.vocab_size)

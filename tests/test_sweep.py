@@ -209,6 +209,7 @@ class TestTablesAreMadeOnce:
         for k, expected in ((1, 2), (2, 2), (3, 4), (4, 4)):
             assert sweep(k=k)[1]["table"].endswith(f"-k{expected}")
 
+    @pytest.mark.slow
     def test_readers_are_freed_one_after_another(self, place, monkeypatch):
         loaded, load = [], eval.sweep_tables.load_reader
 
@@ -286,6 +287,7 @@ class TestRankedByOtherModels:
         sweep(model=["small", "other"], strategies="none,zero-shot")
         assert sum(windows) == total
 
+    @pytest.mark.slow
     def test_models_are_freed_one_after_another(self, place, monkeypatch):
         loaded = []
 
@@ -373,6 +375,7 @@ class TestInterrupted:
                                                                                       "vs_none_percent")}  # fmt: skip
             assert float(one["nll"]) == pytest.approx(float(other["nll"]), rel=1e-7)
 
+    @pytest.mark.slow
     def test_kill_9(self, made, tmp_path):
         text = tmp_path / "long.txt"
         text.write_text(tiny.text(1500))

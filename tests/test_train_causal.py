@@ -43,7 +43,9 @@ def rows_at_once(monkeypatch, rows, batch, vocabulary=tiny.GPT2.vocab_size):
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * vocabulary * batch * rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neo", "gptj", "opt-350m", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neo", "gptj", "opt-350m"))]
+)
 def test_equals_cross_entropy_by_all_logits_and_so_do_its_gradients(name, monkeypatch, one_device):
     reader, batch = tiny.reader(tiny.READERS[name]), windows()
     rows_at_once(monkeypatch, 7, len(batch.tokens))  # 24 rows in 4 blocks of 6

@@ -343,6 +343,7 @@ class TestTraining:
         assert sizes == [8, 2]
         assert whole == pytest.approx(parts, rel=1e-5)
 
+    @pytest.mark.slow
     def test_an_overwritten_run_leaves_no_model(self, tmp_path, data, text, init, monkeypatch):
         options = {"settings": dataclasses.replace(SETTINGS, steps=1), "reranker": PAIRS, "mesh": make_mesh(data=1)}
         folder = str(tmp_path / "out")
@@ -376,6 +377,7 @@ class TestTraining:
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path, monkeypatch, capsys, tiny_model, init, text):
     """From a corpus and a text to a reranker; a finished run is not touched unasked."""
     monkeypatch.chdir(tmp_path)

@@ -59,6 +59,7 @@ class TestGreedy:
         for row, prompt, given in zip(best, some, log_probs, strict=True):
             np.testing.assert_allclose(given, row[len(prompt) - 1 :][:24], atol=1e-4)
 
+    @pytest.mark.slow
     def test_repetition_penalty(self, pair):
         model, reader = pair
         some = prompts(6, 40, 96, seed=1)
