@@ -83,7 +83,8 @@ class EvalLong:
     prompt_preset: LongPrompts = "xu2023"
     """How tasks are asked. xu2023: turns of a chat, as in Retrieval meets Long Context. longbench: as in LongBench."""
     metric_family: MetricFamily | None = None
-    """Whose rules make the score. Default: those of the benchmark that the paper takes the task from."""
+    """Whose rules make the score. Default: longbench for prompts of longbench, otherwise those of the benchmark that
+    the paper takes the task from."""
     rouge: RougePackage | None = None
     """The package that computes ROUGE. Default: the family's."""
     truncation: Truncation | None = None
@@ -107,7 +108,7 @@ class EvalLong:
         at_least(1, limit_examples=self.limit_examples, max_new_tokens=self.max_new_tokens, window=self.window)
         task, preset = TASKS[self.task], LONG_PRESETS[self.prompt_preset]
         find_template(self.prompt_preset, self.task)
-        family = self.metric_family or task.source
+        family = self.metric_family or ("longbench" if self.prompt_preset == "longbench" else task.source)
         metric, usual = (find_metric(family, task.kind, self.task, rouge) for rouge in (self.rouge, None))
         metric.score("a", ["a"], ["a"])  # its package is missed before an hour of work, not after it
         every = read_examples(self.task, self.data)

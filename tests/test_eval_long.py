@@ -12,7 +12,7 @@ from eval.tasks import read_examples
 from ralm_jax import generate
 from ralm_jax.errors import RalmError
 from ralm_jax.generate.generator import Generation
-from tests import tiny
+from tests import api, tiny
 from tests.test_cli import ralm, refused
 from tests.test_tasks import longbench, write
 
@@ -160,6 +160,22 @@ class TestRun:
             assert 248 <= row["prompt_tokens"] <= 252
             assert row["new_tokens"] <= 4
 
+    def test_server(self, data, tmp_path, monkeypatch, capsys):
+        def reply(path, body):
+            asked = body["prompt"].split("short span. ")[1].split("?")[0]
+            usage = {"prompt_tokens": 70, "completion_tokens": 2}
+            return {"choices": [{"text": f" {CODES[asked]}", "finish_reason": "stop"}], "usage": usage}
+
+        (tmp_path / "tokenizer").mkdir()
+        tiny.tokenizer().save(tmp_path / "tokenizer")
+        with api.serving(reply, tmp_path, monkeypatch) as server:
+            ralm("eval", "long", "--task", "hotpotqa", "--data", data, "--out", tmp_path / "out", "--model", "openai:x",
+                 "--tokenizer", tmp_path / "tokenizer", "--window", 300)  # fmt: skip
+        result = json.loads((tmp_path / "out/result-longbench.json").read_text())
+        assert (result["score"], result["cut_prompts"], result["prompt_tokens"]) == (100, 6, 70)
+        api.assert_secret(tmp_path / "out", server)
+        assert "openai:x: 6 requests (420 tokens read, 12 written)" in capsys.readouterr().out
+
 
 class TestAgain:
     def test_after_a_kill(self, evaluate, tmp_path):
@@ -233,6 +249,16 @@ class TestAgain:
 
 
 class TestScores:
+    @pytest.mark.parametrize(
+        ("options", "family"),
+        [((), "scrolls"), (("--prompt-preset", "longbench"), "longbench"),
+         (("--prompt-preset", "longbench", "--metric-family", "nvidia"), "nvidia")],
+    )  # fmt: skip
+    def test_family_unless_named(self, evaluate, data, options, family):
+        write(data / "qasper.jsonl", longbench(context=document("da")))
+        _, _, result = evaluate("--task", "qasper", *options, family=family)
+        assert (result["metric_family"], result["metric"]) == (family, "F1")
+
     def test_rouge_package_is_named(self, evaluate, data, tmp_path):
         rows = [longbench("a", input="who?", context="Dialogue: a\nSummary: b", answers=["A b."])]
         write(data / "samsum.jsonl", *rows)
