@@ -11,6 +11,7 @@ from ralm_jax.errors import UsageError
 from ralm_jax.settings import (
     AttentionName,
     ContextSettings,
+    InstructSettings,
     QuerySettings,
     ReaderTrainSettings,
     RerankerSettings,
@@ -186,6 +187,51 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Instruct:
+    """Tune a reader to answer: "System: …", context, "User: …", "Assistant: …", of which it learns the answers."""
+
+    model: str
+    """The reader: a folder, a .gguf file or a Hugging Face id."""
+    data: tuple[str, ...]
+    """jsonl files of conversations: {"question", "answer"}, or {"messages": [{"role", "content"}, …]} of user and
+    assistant in turn; with "system" and "context" where there are."""
+    out: str
+    """Folder for checkpoints, metrics.csv, and the reader in `model`."""
+    weights: tuple[float, ...] = ()
+    """How much of the blend each file of --data is. Default: as many as it has rows."""
+    instruct: InstructSettings = InstructSettings()
+    training: ReaderTrainSettings = ReaderTrainSettings()
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    attention: AttentionName = "auto"
+    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
+    have."""
+    devices: DeviceOptions = DeviceOptions()
+    rerun: RerunOptions = RerunOptions()
+
+    def run(self) -> None:
+        from train.context import MODEL
+        from train.instruct import train_instruct
+
+        if not self.data:
+            raise UsageError("--data: name at least one file")
+        train_instruct(
+            self.model,
+            self.data,
+            self.out,
+            settings=self.training,
+            instruct=self.instruct,
+            weights=self.weights,
+            tokenizer=self.tokenizer,
+            attention=self.attention,
+            mesh=self.devices.all(),
+            if_exists=self.rerun.if_exists,
+            announce=lambda line: print(line, flush=True),
+        )
+        print(f"The reader, for --model {self.out}/{MODEL}, is there.")
+
+
+@dataclass(frozen=True)
 class Train:
     """Train what helps a frozen reader, or the reader itself."""
 
@@ -193,6 +239,7 @@ class Train:
         Annotated[RerankerData, tyro.conf.subcommand("reranker-data", prefix_name=False)]
         | Annotated[Reranker, tyro.conf.subcommand("reranker", prefix_name=False)]
         | Annotated[Context, tyro.conf.subcommand("context", prefix_name=False)]
+        | Annotated[Instruct, tyro.conf.subcommand("instruct", prefix_name=False)]
     )
 
     @property

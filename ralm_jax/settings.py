@@ -257,6 +257,21 @@ class ContextSettings:
 
 
 @dataclass(frozen=True)
+class InstructSettings:
+    """What a reader learns answers from."""
+
+    window: int | None = None
+    """Tokens that a conversation may have; longer ones are left out, and counted. Default: the reader's positions."""
+    held_out: float = 0.05
+    """Share of each file, its last rows, that only evaluates."""
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window)
+        if not 0 <= self.held_out < 1:
+            raise UsageError(f"held out must be from 0 to below 1, not {self.held_out}")
+
+
+@dataclass(frozen=True)
 class RerankerSettings(RerankSettings):
     """What a predictive reranker learns from."""
 

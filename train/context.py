@@ -31,7 +31,7 @@ from ralm_jax.tokenizer import Tokenizer, load_tokenizer
 from train.causal import Batch, causal_loss
 from train.data import ordered_batches, shuffled_batches
 from train.loop import BEST_BY, Task, train
-from train.windows import Windows, cut, split
+from train.windows import Examples, cut, split
 
 MODEL, TABLE = "model", "perplexity.csv"  # in the run's folder
 
@@ -159,8 +159,9 @@ def save(reader: Reader, tokenizer: Tokenizer, source: str, folder: Path) -> Non
         weights.write_config(part, reader.config)
         keep_stated(part / "config.json", config_file(path).values)
         tokenizer.save(part)
-        for name in (*TOKENIZER_FILES, "generation_config.json"):
-            if (path / name).is_file() and tokenizer.origin == str(path):
+        own = TOKENIZER_FILES if tokenizer.origin == str(path) else ()
+        for name in (*own, "generation_config.json"):
+            if (path / name).is_file():
                 shutil.copyfile(path / name, part / name)
         part.rename(folder)
 
@@ -210,7 +211,7 @@ class Buckets:
 class Evaluation:
     """Perplexity on held-out windows, by position."""
 
-    def __init__(self, held: Windows, mesh: Mesh, settings: ReaderTrainSettings, edges: Sequence[int]):
+    def __init__(self, held: Examples, mesh: Mesh, settings: ReaderTrainSettings, edges: Sequence[int]):
         self._held, self._mesh, self._edges = held, mesh, edges
         self._size = settings.batch_size // settings.micro_batches  # what fits into memory
         self._dtype = DTYPES[settings.dtype]

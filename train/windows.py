@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,17 @@ def read_documents(texts: Sequence[str], data: Sequence[str]) -> Iterator[str]:
             raise UsageError(f"{path}: --data takes .jsonl and .parquet files; name a text with --text")
         rows = read_rows(file) if data_suffix(file) == ".jsonl" else parquet_rows(file)
         yield from (row_text(row, where) for where, row in rows)
+
+
+class Examples(Protocol):
+    """Windows of `length` tokens, by number."""
+
+    @property
+    def length(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, row: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
