@@ -153,7 +153,8 @@ class TestRun:
 
     def test_real_reader(self, data, tmp_path, tiny_model):
         ralm("eval", "long", "--task", "hotpotqa", "--model", tiny_model, "--data", data, "--out", tmp_path / "out",
-             "--prompt-preset", "longbench", "--limit-examples", 2, "--max-new-tokens", 4)  # fmt: skip
+             "--prompt-preset", "longbench", "--limit-examples", 2, "--max-new-tokens", 4,
+             "--mesh", "data=1")  # fmt: skip
         result = json.loads((tmp_path / "out/result-longbench.json").read_text())
         assert (result["window"], result["truncation"], result["cut_prompts"]) == (256, "middle", 2)
         for row in lines(tmp_path):
