@@ -1,5 +1,6 @@
 """Several processes: what each does, and commands run by two of them, as on two hosts, with four CPU devices each."""
 
+import dataclasses
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from ralm_jax.cli_options import DeviceOptions, JobOptions, job_options
 from ralm_jax.cli_train import Reranker, Train
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.processes import Job
+from ralm_jax.reader import load_reader
 from ralm_jax.score_table import open_scores
 from ralm_jax.sharding import make_mesh
 from ralm_jax.share import Share
@@ -323,6 +326,23 @@ class TestTwo:
         one, two = (self.figures(place / name / "metrics.csv") for name in ("trained one", "trained two"))
         np.testing.assert_allclose(two, one, rtol=1e-4)
         assert (place / "trained two" / "model" / "model.safetensors").is_file()
+
+    @pytest.mark.slow
+    def test_a_longer_window(self, place):
+        """Two processes, four devices each, write a checkpoint together: the reader that one process writes."""
+        tiny.save_model(place / "llama", dataclasses.replace(tiny.LLAMA, num_layers=1, max_positions=16), bos=True)
+        command = (
+            "train", "context", "--model", "llama", "--text", "text.txt", "--steps", 2, "--batch-size", 8,
+            "--held-out", 0.2, "--learning-rate", 1e-2, "--check-every", 1, "--dtype", "float32", "--mesh", "fsdp=2",
+        )  # fmt: skip
+        ralm(*command, "--out", "longer one")
+        finish(start(*command, "--out", "longer two"))
+        assert (place / "longer two" / "model" / "orbax").is_dir()
+        assert not (place / "longer one" / "model" / "orbax").exists()
+        one, two = (load_reader(f"longer {name}/model", mesh=make_mesh(data=1)) for name in ("one", "two"))
+        assert one.config == two.config
+        for left, right in zip(jax.tree.leaves(one.state), jax.tree.leaves(two.state), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
 
     def figures(self, path):
         import csv
