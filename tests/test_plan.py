@@ -328,7 +328,7 @@ class TestPods:
         assert made.total <= made.memory or not made.fits
 
     def test_what_does_not_fit_says_by_how_much(self):
-        made = cli_plan.ask(Request("llama2-7b", "v5e:1x1", "score", 1024, 8))
+        made = cli_plan.ask(Request("llama2-13b", "v5e:1x1", "score", 1024, 8))
         assert not made.fits
         assert made.lacking == pytest.approx(made.total - made.memory)
         assert made.lacking > 0
