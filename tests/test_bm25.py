@@ -317,6 +317,7 @@ class TestFolder:
         assert "corpus" in json.loads((tmp_path / "i/manifest.json").read_text())["about"]  # the parent's, whole
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    @pytest.mark.slow
     def test_no_process_outlives_a_build(self, tmp_path, number):
         """Ctrl-C and a kill; what one types at a terminal goes to the workers as well."""
         code = (

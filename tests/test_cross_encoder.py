@@ -78,6 +78,7 @@ class TestModel:
         with pytest.raises(RalmError, match=r"the weights do not fit: .*classifier\.weight is missing"):
             load_cross_encoder(str(plain))
 
+    @pytest.mark.slow
     def test_a_new_head(self, tmp_path, pairs, one_device):
         for config in (tiny.BERT, tiny.ROBERTA):
             folder = str(tiny.save_encoder(tmp_path / config.model_type, config))

@@ -27,7 +27,7 @@ def run(reader, some, count=10, sampling=GREEDY, keys=None, **options):
     return np.stack([step.tokens for step in steps], 1), np.stack([step.log_probs for step in steps], 1)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt-neo"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt-neo", marks=pytest.mark.slow)])
 def reader(request, one_device):
     return tiny.on(tiny.reader(tiny.READERS[request.param]), one_device)
 

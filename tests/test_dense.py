@@ -79,6 +79,7 @@ class TestVectors:
         assert len(np.unique(together, axis=0)) == len(self.TEXTS)
         assert embedder.embed([]).shape == (0, 32)
 
+    @pytest.mark.slow
     def test_they_are_the_encoders(self, encoder, one_device):
         """By a forward for each text without any padding."""
         plain = load_encoder(encoder, pooling="cls", mesh=one_device)

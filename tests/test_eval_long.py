@@ -151,6 +151,7 @@ class TestRun:
         assert manifest["settings"]["retriever"]["engine"] == "dense"
         assert manifest["settings"]["retriever"]["encoder"]["sha256"]
 
+    @pytest.mark.slow
     def test_real_reader(self, data, tmp_path, tiny_model):
         ralm("eval", "long", "--task", "hotpotqa", "--model", tiny_model, "--data", data, "--out", tmp_path / "out",
              "--prompt-preset", "longbench", "--limit-examples", 2, "--max-new-tokens", 4,

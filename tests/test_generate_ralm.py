@@ -30,7 +30,7 @@ class Fixed:
         return [self.tokenizer.encode(PASSAGES[row]) if row >= 0 else np.zeros(0, np.int32) for row in rows]
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def local(request, one_device):
     reader = tiny.on(tiny.reader(tiny.READERS[request.param]), one_device)
     return LocalGenerator(reader, tiny.tokenizer(bos=request.param == "llama"), window=128)

@@ -57,6 +57,7 @@ def test_smiles(shared, tmp_path, one_device, name):
             assert (chosen[scores.num_passages == 0] == 0).all()
 
 
+@pytest.mark.slow
 def test_luke(shared, tmp_path, smollm2_gguf, one_device):
     """The first 40 strides with a real 135M-parameter reader; first and none."""
     folder = shared / "golden/luke"

@@ -193,6 +193,7 @@ class TestHere:
         assert made.gib["optimizer"] == pytest.approx(2 * made.gib["weights"], rel=1e-3)
         assert made.gib["outputs"] < made.gib["weights"]  # the state is updated in place
 
+    @pytest.mark.slow
     def test_encoding(self, tmp_path):
         folder = save_config(tmp_path, tiny.BERT)
         made = plan.make_plan(Request(folder, "here", "encode", batch_size=8), MAKERS, print)

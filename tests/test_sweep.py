@@ -303,6 +303,7 @@ class TestRankedByOtherModels:
         sweep(model=["small", "bos"], **self.RANKERS)
         assert len(loaded) == 4
 
+    @pytest.mark.slow
     def test_the_window_is_no_longer_than_the_positions_of_the_ranker(self, place):
         """The ranker has 256."""
         tiny.save_model(place / "long", replace(tiny.LLAMA, max_positions=512))

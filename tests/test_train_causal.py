@@ -98,6 +98,7 @@ def test_memory_does_not_grow_with_window_times_vocabulary():
     assert temporary(32, 1024) - temporary(32, 512) < logits / 50
 
 
+@pytest.mark.slow
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch, one_device):
     """In bfloat16 a sum of many blocks stops growing."""
     reader = tiny.reader(replace(tiny.LLAMA, num_layers=1))

@@ -254,6 +254,7 @@ def test_several_processes_write_what_loads(tmp_path, init, monkeypatch):
     assert load_tokenizer(str(tmp_path / "model")).fingerprint == coder.fingerprint
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys, init, tiny_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(tiny.text(1500))

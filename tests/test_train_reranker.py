@@ -363,6 +363,7 @@ class TestTraining:
         with pytest.raises(UsageError, match="--temperature is for --loss kl"):
             RerankerSettings(temperature=2)
 
+    @pytest.mark.slow
     def test_sizes_that_do_not_fit_are_refused_first(self, tmp_path, data, text, init):
         with pytest.raises(UsageError, match="--pair-tokens 100 is more than the 64 positions"):
             train_reranker(

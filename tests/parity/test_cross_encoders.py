@@ -101,6 +101,7 @@ def test_converted_it_keeps_its_head(pair, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [transformers.BertModel, transformers.BertForPreTraining])
+@pytest.mark.slow
 def test_a_new_head_starts_from_the_pooler(kind, tmp_path):
     """As BertForSequenceClassification does; only the classifier is drawn."""
     torch.manual_seed(0)
@@ -140,6 +141,7 @@ def test_pairs_are_those_of_transformers(kind, tmp_path):
     assert types.any() == (kind == "bert")
 
 
+@pytest.mark.slow
 def test_minilm_with_a_new_head_on_real_pairs(minilm, tmp_path):
     """A real tokenizer and real weights, from texts to scores; saved by us, read by transformers."""
     ours = load_cross_encoder(str(minilm), mesh=make_mesh(data=1), new_head_seed=0)

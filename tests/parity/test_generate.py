@@ -39,7 +39,8 @@ def prompts(count, longest, vocab_size, seed=0):
 
 
 FAMILIES = [
-    "llama-6-heads-2-kv-untied", "llama-rope-factor-4", "gpt2", "gpt-neo-local-first", "gptj", "opt", "opt-350m",
+    "llama-6-heads-2-kv-untied", "gpt2", "gpt-neo-local-first", "gptj", "opt-350m",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-rope-factor-4", "opt")),
 ]  # fmt: skip
 
 
