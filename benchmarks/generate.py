@@ -81,11 +81,14 @@ def ours(job: Job) -> dict[str, Any]:
     reader = load_reader(job.checkpoint)
     prompts, sampling = make_prompts(job, reader.config.vocab_size), Sampling.of(GenerateSettings())
 
-    def made(count: int) -> list[list[int]]:
-        steps = [step.tokens for step in decode(reader, prompts, count, sampling, keys=keys_of(0, len(prompts)))]
+    def made(tick: Callable[[], None]) -> list[list[int]]:
+        steps = []
+        for step in decode(reader, prompts, job.new_tokens, sampling, keys=keys_of(0, len(prompts))):
+            tick()
+            steps.append(step.tokens)
         return np.stack(steps, axis=1).tolist()
 
-    return timed(made, job)
+    return timed(made)
 
 
 def theirs(job: Job) -> dict[str, Any]:
@@ -99,26 +102,32 @@ def theirs(job: Job) -> dict[str, Any]:
     for row, prompt in enumerate(prompts):  # on the left, as transformers asks for it
         ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
 
-    def made(count: int) -> list[list[int]]:
+    def made(tick: Callable[[], None]) -> list[list[int]]:
+        def stop(ids: torch.Tensor, scores: Any, **named: Any) -> torch.Tensor:
+            """Is asked after every token."""
+            tick()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
         with torch.no_grad():
             out = model.generate(
-                torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=count, min_new_tokens=count,
-                do_sample=False, pad_token_id=0,
+                torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=job.new_tokens,
+                min_new_tokens=job.new_tokens, do_sample=False, pad_token_id=0, stopping_criteria=[stop],
             )  # fmt: skip
         return out[:, ids.shape[1] :].tolist()
 
-    return timed(made, job)
+    return timed(made)
 
 
-def timed(made: Callable[[int], list[list[int]]], job: Job) -> dict[str, Any]:
-    """Seconds to the first new token, and from there to the last."""
-    made(job.new_tokens), made(1)  # compiles
-    seconds = []
-    for count in (1, job.new_tokens):
-        started = time.perf_counter()
-        tokens = made(count)
-        seconds.append(time.perf_counter() - started)
-    return {"tokens": tokens, "prefill": seconds[0], "decode": seconds[1] - seconds[0]}
+def timed(made: Callable[[Callable[[], None]], list[list[int]]]) -> dict[str, Any]:
+    """Seconds to the first new token, and from there to the last.
+
+    Args:
+        made: gives the new tokens, and calls its argument whenever there is one more of every row.
+    """
+    made(lambda: None)  # compiles
+    moments = [time.perf_counter()]
+    tokens = made(lambda: moments.append(time.perf_counter()))
+    return {"tokens": tokens, "prefill": moments[1] - moments[0], "decode": moments[-1] - moments[1]}
 
 
 def run_side(job: Job) -> dict[str, Any]:
