@@ -150,6 +150,18 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class TunedReader:
+    """How the reader that is tuned is loaded and run."""
+
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    attention: AttentionName = "auto"
+    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
+    have."""
+    devices: DeviceOptions = DeviceOptions()
+
+
+@dataclass(frozen=True)
 class Context:
     """Extend a reader's window by position interpolation, and tune it on long documents."""
 
@@ -160,12 +172,7 @@ class Context:
     documents: Documents = Documents()
     context: ContextSettings = ContextSettings()
     training: ReaderTrainSettings = ReaderTrainSettings()
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    attention: AttentionName = "auto"
-    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
-    have."""
-    devices: DeviceOptions = DeviceOptions()
+    reader: TunedReader = TunedReader()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -177,9 +184,9 @@ class Context:
             self.out,
             settings=self.training,
             context=self.context,
-            tokenizer=self.tokenizer,
-            attention=self.attention,
-            mesh=self.devices.all(),
+            tokenizer=self.reader.tokenizer,
+            attention=self.reader.attention,
+            mesh=self.reader.devices.all(),
             if_exists=self.rerun.if_exists,
             announce=lambda line: print(line, flush=True),
         )
@@ -201,12 +208,7 @@ class Instruct:
     """How much of the blend each file of --data is. Default: as many as it has rows."""
     instruct: InstructSettings = InstructSettings()
     training: ReaderTrainSettings = ReaderTrainSettings()
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    attention: AttentionName = "auto"
-    """How attention is computed: xla everywhere, splash on TPUs, cudnn on GPUs in 16 bits; auto takes what the devices
-    have."""
-    devices: DeviceOptions = DeviceOptions()
+    reader: TunedReader = TunedReader()
     rerun: RerunOptions = RerunOptions()
 
     def run(self) -> None:
@@ -222,9 +224,9 @@ class Instruct:
             settings=self.training,
             instruct=self.instruct,
             weights=self.weights,
-            tokenizer=self.tokenizer,
-            attention=self.attention,
-            mesh=self.devices.all(),
+            tokenizer=self.reader.tokenizer,
+            attention=self.reader.attention,
+            mesh=self.reader.devices.all(),
             if_exists=self.rerun.if_exists,
             announce=lambda line: print(line, flush=True),
         )
