@@ -6,7 +6,7 @@ on how they are scored: scores by another metric family go into another file, an
 """
 
 import logging
-import time
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -21,9 +21,11 @@ from eval.long_prompts import Fitted, fit, make_prompt
 from eval.qa import appending
 from eval.tasks import TASKS, Example
 from ralm_jax import processes
+from ralm_jax.chat import around
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.generate.generator import Generation, Generator
 from ralm_jax.settings import GenerateSettings, IfExists, LongPrompts, LongTask, Truncation
+from ralm_jax.stopwatch import Stopwatch
 from ralm_jax.storage import Folder
 from ralm_jax.text import json_line, read_rows, writing
 from ralm_jax.tokenizer import Tokenizer
@@ -32,6 +34,7 @@ log = logging.getLogger("ralm")
 
 KIND = "long-context answers"
 PREDICTIONS = "predictions.jsonl"  # in the folder
+FIGURES = "long.csv"  # in the folder above
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,24 @@ class LongSettings:
     """What a prompt depends on beside the example.
 
     Attributes:
+        chat: prompts are messages in the chat template of the reader's tokenizer.
         window: tokens that prompt and answer may have together.
         top: chunks, or few-shot examples, in the prompt; 0 for the whole document.
     """
 
     task: LongTask
     prompt_preset: LongPrompts
+    chat: bool
     truncation: Truncation
     window: int
     top: int
     generate: GenerateSettings
+
+
+def cell_name(settings: LongSettings, retriever: str) -> str:
+    """The folder of a task's answers with one window and one retriever, among those of others."""
+    given = f"{re.sub('[^A-Za-z0-9._]+', '-', Path(retriever).name)}-{settings.top}" if settings.top else retriever
+    return f"{settings.task}-{settings.window}-{given}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,9 @@ class LongPrediction:
         given: which of them the prompt was made from, counted from 0, most relevant first.
         cut_tokens: that the prompt lost to fit.
         cut: the characters of the uncut prompt that these are: first, one past the last.
+        retrieval_seconds: that ranking the document's chunks took.
         seconds: since the answer before it was there, or since the first prompt was read; their sum is the time that
-            answering took.
+            answering took. Neither counts compilation.
     """
 
     example: str
@@ -81,6 +93,7 @@ class LongPrediction:
     given: list
     cut_tokens: int
     cut: list
+    retrieval_seconds: float
     seconds: float
 
 
@@ -91,20 +104,24 @@ class Asked(NamedTuple):
     prompt: Fitted
     chunks: int
     given: list[int]
+    retrieval_seconds: float
 
 
 def ask(example: Example, settings: LongSettings, tokenizer: Tokenizer, ranker: Ranker | None = None) -> Asked:
     """The prompt of an example.
 
     Raises:
-        UsageError: the window has no room for its question, or the preset has no prompt for the task.
+        UsageError: the window has no room for its question, the preset has no prompt for the task, or the tokenizer no
+            chat template.
     """
-    contexts, given = [example.document], list[int]()
-    pieces = pieces_of(TASKS[settings.task].kind, example.document) if ranker else ()
+    contexts, given, pieces, clock = [example.document], list[int](), tuple[str, ...](), Stopwatch()
     if ranker is not None:
+        pieces = pieces_of(TASKS[settings.task].kind, example.document)
         given = chosen(ranker, example.question, pieces, settings.top)
         contexts = [pieces[i] for i in given]
-    prompt = make_prompt(settings.prompt_preset, settings.task, example.question, contexts)
+    seconds = clock.lap() if ranker else 0.0
+    chat = around(tokenizer) if settings.chat else None
+    prompt = make_prompt(settings.prompt_preset, settings.task, example.question, contexts, chat)
     room = settings.window - settings.generate.max_new_tokens
     try:
         fitted = fit(prompt, settings.truncation, tokenizer, room, example.separator)
@@ -113,7 +130,7 @@ def ask(example: Example, settings: LongSettings, tokenizer: Tokenizer, ranker: 
             f"example {example.id}: a window of {settings.window:,} leaves, beside {settings.generate.max_new_tokens} "
             f"new tokens, {room:,}: {error}; use a larger --window or fewer --max-new-tokens"
         ) from None
-    return Asked(example, fitted, len(pieces), given)
+    return Asked(example, fitted, len(pieces), given, seconds)
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:
@@ -167,6 +184,7 @@ def answer_examples(
     depends = {
         "reader": generator.identity, **asdict(settings), "retriever": ranker.identity if ranker else None,
         "examples_sha256": data_sha256, "tokenizer_sha256": tokenizer.fingerprint,
+        "chat_template": tokenizer.chat_template if settings.chat else None,
     }  # fmt: skip
     folder = Folder.create(location, KIND, depends, if_exists)
     with appending(root / PREDICTIONS) if processes.first() else nullcontext() as file:
@@ -180,12 +198,10 @@ def answer_examples(
             log.warning("%s questions or chunks were too long for the encoder, which ranked their beginnings",
                         f"{ranker.cut:,}")  # fmt: skip
         made = generator.generate([one.prompt.text for one in asked], settings.generate) if asked else ()
-        before = time.monotonic()
+        clock = Stopwatch()
         with tqdm(total=len(asked), unit="answer", disable=processes.bar_hidden(progress)) as bar:
             for place, generation in made:
-                now = time.monotonic()
-                prediction = predicted(asked[place], generation, settings, now - before)
-                before = now
+                prediction = predicted(asked[place], generation, settings, clock.lap())
                 if file is not None:  # process 0 writes
                     with writing(root / PREDICTIONS):
                         file.write(json_line(asdict(prediction)).encode() + b"\n")
@@ -221,7 +237,8 @@ def predicted(asked: Asked, made: Generation, settings: LongSettings, seconds: f
     return LongPrediction(
         example.id, settings.prompt_preset, sha256(prompt.text.encode()).hexdigest(),
         made.prompt_tokens or prompt.tokens, made.new_tokens, made.finish, text, len(example.document.split()),
-        asked.chunks, asked.given, prompt.cut_tokens, list(prompt.cut) if prompt.cut_tokens else [], round(seconds, 3),
+        asked.chunks, asked.given, prompt.cut_tokens, list(prompt.cut) if prompt.cut_tokens else [],
+        round(asked.retrieval_seconds, 3), round(seconds, 3),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from retrieval.bm25_build import quantised_length
 from retrieval.corpus import cut_words
 from retrieval.embedder import Embedder
 
+DOCUMENTS = 256  # of which what was computed is kept: other questions, windows and numbers of chunks ask again
 WORDS = 300  # a chunk (Retrieval meets Long Context, section 3.3)
 STARTS: dict[Kind, re.Pattern] = {  # of the examples that a few-shot task's document consists of
     "class": re.compile(r"^(?=Question: )", re.MULTILINE),
@@ -76,7 +77,7 @@ class BM25Ranker:
         return total
 
 
-@lru_cache(maxsize=2)  # the questions about a document come one after the other
+@lru_cache(DOCUMENTS)
 def term_counts(pieces: tuple[str, ...]) -> tuple[list[Counter[str]], np.ndarray]:
     """The terms of each piece with their number, and its length in terms."""
     counts = [Counter(analyzer.analyze(piece)) for piece in pieces]
@@ -98,12 +99,10 @@ class DenseRanker:
                 f"{self.queries.dimension}: they are no pair of encoders"
             )
         self.identity = {"engine": "dense", "encoder": passages.settings, "query_encoder": self.queries.settings}
-        self._last: tuple[tuple[str, ...], np.ndarray] = (), np.zeros((0, passages.dimension), np.float32)
+        self._embed = lru_cache(DOCUMENTS)(passages.embed)
 
     def scores(self, query: str, pieces: tuple[str, ...]) -> np.ndarray:
-        if self._last[0] != pieces:  # the questions about a document come one after the other
-            self._last = pieces, self.passages.embed(pieces)
-        return self._last[1] @ self.queries.embed([query])[0]
+        return self._embed(pieces) @ self.queries.embed([query])[0]
 
     @property
     def cut(self) -> int:

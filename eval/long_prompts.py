@@ -42,8 +42,8 @@ LONGBENCH: dict[LongTask, str] = {
     "samsum": "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
     "{context}\n\n{input}",
 }
-NEXT_TURN = "\n\nUser:"
-TURNS = "{context}\n\nUser: INSTRUCTION {input}\n\nAssistant:"
+NEXT_TURN, ANSWER_TURN = "\n\nUser:", "\n\nAssistant:"
+TURNS = f"{{context}}{NEXT_TURN} INSTRUCTION {{input}}{ANSWER_TURN}"
 SHORT = TURNS.replace("INSTRUCTION", "Answer the following question with a short span.")
 FULL = TURNS.replace("INSTRUCTION", "Please give a full and complete answer for the question.")
 
@@ -102,20 +102,28 @@ def find_template(preset: LongPrompts, task: LongTask) -> str:
     return templates[task]
 
 
-def make_prompt(preset: LongPrompts, task: LongTask, question: str, contexts: Sequence[str]) -> Prompt:
+def make_prompt(
+    preset: LongPrompts, task: LongTask, question: str, contexts: Sequence[str], chat: tuple[str, str] | None = None
+) -> Prompt:
     """
     Args:
         contexts: the document; or what was retrieved from it, most relevant first, which stays the order.
+        chat: what a chat template writes around a user's message, in place of a preset's own turns; None for no chat.
+            Few-shot tasks, whose examples a reader goes on with, have none in any case, as in LongBench.
 
     Raises:
         UsageError: as `find_template`.
     """
-    head, tail = find_template(preset, task).split("{context}")
+    template = find_template(preset, task)
     if TASKS[task].kind in ("class", "dialogue"):
-        context = "\n".join(contexts)
+        context, chat = "\n".join(contexts), None
     else:
         context = "\n\n".join(LONG_PRESETS[preset].passage.replace("{text}", text) for text in contexts)
-    return Prompt(head, context, tail.replace("{input}", question))
+    if chat is not None:
+        template = template.replace(f"{NEXT_TURN} ", "\n\n").removesuffix(ANSWER_TURN)
+    before, behind = chat or ("", "")
+    head, tail = template.split("{context}")
+    return Prompt(before + head, context, tail.replace("{input}", question) + behind)
 
 
 class Fitted(NamedTuple):

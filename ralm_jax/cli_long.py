@@ -1,87 +1,104 @@
 """`ralm eval long`. As in `cli`, nothing heavy is imported before it runs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tyro.conf import arg
 
 from ralm_jax import processes
-from ralm_jax.cli_options import APIOptions, DeviceOptions, ReaderOptions, RerunOptions, refuse_set
+from ralm_jax.cli_options import APIOptions, DeviceOptions, ReaderOptions, RerunOptions, distinct, refuse_set
 from ralm_jax.errors import UsageError
 from ralm_jax.openai_client import is_api
 from ralm_jax.settings import GenerateSettings, LongPrompts, LongTask, MetricFamily, RougePackage, Truncation, at_least
 
 if TYPE_CHECKING:
     from eval.long_chunks import Ranker
+    from eval.long_metrics import Metric
     from ralm_jax.generate.generator import Generator
     from ralm_jax.tokenizer import Tokenizer
+
+    Opened = tuple[Generator, Tokenizer, int]  # what answers, what cuts its prompts, and its window
 
 
 @dataclass(frozen=True)
 class LongRetrieval:
     """What the prompt has in place of the document."""
 
-    retriever: Annotated[str, arg(metavar="none|bm25|ENCODER")] = "none"
+    retriever: Annotated[tuple[str, ...], arg(metavar="none|bm25|ENCODER")] = ("none",)
     """What ranks a document's chunks of 300 words, or a few-shot task's examples: bm25, or an encoder of passages: a
     folder, a Hugging Face id, or openai:NAME for a server's. none: the prompt has the document."""
     query_encoder: str | None = None
     """Encoder of questions, where it is not that of passages (Dragon, DPR)."""
     pooling: Literal["cls", "mean"] | None = None
     """How an encoder makes one vector of a text. Default: as its folder states."""
-    top: int = 5
+    top: tuple[int, ...] = (5,)
     """Chunks in the prompt, most relevant first."""
 
-    def ranker(self, devices: DeviceOptions) -> "Ranker | None":
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: options that would be ignored, or cannot be.
+        """
+        encoders = [name for name in distinct("retriever", self.retriever) if name not in ("none", "bm25")]
+        for number in distinct("top", self.top):
+            at_least(1, top=number)
+        if not encoders:
+            refuse_set(self, "an encoder as --retriever", "query_encoder", "pooling")
+        if len(encoders) > 1:
+            refuse_set(self, "one encoder as --retriever", "query_encoder")
+        if set(self.retriever) == {"none"}:
+            refuse_set(self, "a --retriever", "top")
+
+    def ranker(self, name: str, devices: DeviceOptions) -> "Ranker | None":
         """What ranks; None for none. Every process has an encoder of its own.
 
         Raises:
-            UsageError: no such encoder, or options that would be ignored.
+            UsageError: no such encoder.
             RalmError: it cannot be loaded.
         """
-        at_least(1, top=self.top)
-        if self.retriever in ("none", "bm25"):
-            refuse_set(self, "an encoder as --retriever", "query_encoder", "pooling")
-        if self.retriever == "none":
-            refuse_set(self, "a --retriever", "top")
-            return None
         from eval.long_chunks import BM25Ranker, DenseRanker
 
-        if self.retriever == "bm25":
-            return BM25Ranker()
+        if name in ("none", "bm25"):
+            return BM25Ranker() if name == "bm25" else None
         from retrieval.embedder import load_embedder
 
         passages, *queries = (
-            load_embedder(name, pooling=self.pooling, mesh=devices.own())
-            for name in (self.retriever, self.query_encoder)
-            if name
+            load_embedder(encoder, pooling=self.pooling, mesh=devices.own())
+            for encoder in (name, self.query_encoder)
+            if encoder
         )
         return DenseRanker(passages, *queries)
 
 
 @dataclass(frozen=True)
 class EvalLong:
-    """Have a reader answer questions about long documents, with or without retrieval from them: one of nine tasks, by
-    the prompts and the metric of its benchmark.
+    """Have a reader answer questions about long documents, with or without retrieval from them: nine tasks, each by the
+    prompts and the metric of its benchmark.
 
-    Answers that are in the folder are not asked for again: --resume with another --metric-family only scores them, and
-    with a larger --limit-examples asks the others."""
+    --task, --window, --retriever and --top take one value or several; every combination has a folder of its own.
+    Answers that are there are not asked for again: --resume with another --metric-family only scores them, and with a
+    larger --limit-examples asks the others."""
 
-    task: LongTask
-    """The task."""
+    task: tuple[LongTask, ...]
+    """The tasks."""
     model: str
     """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME or openai-chat:NAME for a server's, which
     needs --tokenizer and --window."""
     data: str
-    """Folder with the public files (LongBench's, SCROLLS', ZeroSCROLLS' or original ones), or the task's file."""
+    """Folder with the public files (LongBench's, SCROLLS', ZeroSCROLLS' or original ones), or a task's file."""
     out: str
-    """Folder for predictions.jsonl and result-FAMILY.json."""
-    window: int | None = None
+    """Folder for long.csv, and folders with predictions.jsonl and result-FAMILY.json."""
+    window: tuple[int, ...] = ()
     """Tokens that prompt and answer may have together. Default: as many as the reader takes."""
     retrieval: LongRetrieval = LongRetrieval()
     prompt_preset: LongPrompts = "xu2023"
     """How tasks are asked. xu2023: turns of a chat, as in Retrieval meets Long Context. longbench: as in LongBench."""
+    chat: bool = False
+    """Ask in the chat template of the reader's tokenizer, but not the few-shot tasks, as LongBench does."""
     metric_family: MetricFamily | None = None
     """Whose rules make the score. Default: longbench for prompts of longbench, otherwise those of the benchmark that
     the paper takes the task from."""
@@ -91,7 +108,7 @@ class EvalLong:
     """What a prompt that does not fit loses: middle (LongBench), the context's end (context-tail, NVIDIA), or that with
     a note in its place (document-tail, ZeroSCROLLS). Default: middle for longbench, context-tail for xu2023."""
     limit_examples: int | None = None
-    """Only the first so many examples. Default: all."""
+    """Only the first so many examples of each task. Default: all."""
     max_new_tokens: int | None = None
     """Tokens of an answer at most. Default: LongBench's for the task, 64 for quality."""
     reader: ReaderOptions = ReaderOptions()
@@ -100,45 +117,88 @@ class EvalLong:
 
     def run(self) -> None:
         from eval import long, long_report
-        from eval.long_metrics import find_metric
-        from eval.long_prompts import LONG_PRESETS, find_template
+        from eval.long_prompts import LONG_PRESETS
         from eval.tasks import TASKS, read_examples
         from ralm_jax.text import write_text
 
-        at_least(1, limit_examples=self.limit_examples, max_new_tokens=self.max_new_tokens, window=self.window)
-        task, preset = TASKS[self.task], LONG_PRESETS[self.prompt_preset]
-        find_template(self.prompt_preset, self.task)
-        family = self.metric_family or ("longbench" if self.prompt_preset == "longbench" else task.source)
-        metric, usual = (find_metric(family, task.kind, self.task, rouge) for rouge in (self.rouge, None))
-        metric.score("a", ["a"], ["a"])  # its package is missed before an hour of work, not after it
-        every = read_examples(self.task, self.data)
-        examples = every[: self.limit_examples]
-        ranker = self.retrieval.ranker(self.reader.devices)
-        generator, tokenizer, window = self.open_reader()
-        settings = long.LongSettings(
-            self.task,
-            self.prompt_preset,
-            self.truncation or preset.truncation,
-            window,
-            self.retrieval.top if ranker else 0,
-            GenerateSettings(max_new_tokens=self.max_new_tokens or task.new_tokens, stop=preset.stop),
-        )
-        about = self.about()
-        with self.api.accounting(generator):
-            predictions = long.answer_examples(
-                examples, settings, generator, tokenizer, self.out, ranker=ranker, about=about,
-                data_sha256=long.examples_sha256(every), if_exists=self.rerun.if_exists,
-            )  # fmt: skip
+        at_least(1, limit_examples=self.limit_examples, max_new_tokens=self.max_new_tokens)
+        for window in self.window:
+            at_least(1, window=window)
+        self.retrieval.check()
+        judges = {task: self.metric(task) for task in distinct("task", self.task)}
+        examples = {task: read_examples(task, self.data) for task in judges}
+        rankers = {
+            name: self.retrieval.ranker(name, self.reader.devices) for name in dict.fromkeys(self.retrieval.retriever)
+        }
+        opened = self.open_readers()
+        cells = [
+            (one, name, long.LongSettings(
+                task, self.prompt_preset, self.chat, self.truncation or LONG_PRESETS[self.prompt_preset].truncation,
+                one[2], top,
+                GenerateSettings(
+                    max_new_tokens=self.max_new_tokens or TASKS[task].new_tokens,
+                    stop=LONG_PRESETS[self.prompt_preset].stop,
+                ),
+            ))
+            for task, one, name in product(judges, opened, rankers)
+            for top in (dict.fromkeys(self.retrieval.top) if rankers[name] else (0,))
+        ]  # fmt: skip
+        self.check_folders([long.cell_name(settings, name) for _, name, settings in cells])
+        out = Path(self.out).expanduser()
+        with self.api.accounting(opened[0][0]):
+            for (generator, tokenizer, _), name, settings in cells:
+                every, folder = examples[settings.task], out / long.cell_name(settings, name)
+                asked, about = every[: self.limit_examples], self.about(settings, name)
+                predictions = long.answer_examples(
+                    asked, settings, generator, tokenizer, str(folder), ranker=rankers[name], about=about,
+                    data_sha256=long.examples_sha256(every), if_exists=self.rerun.if_exists,
+                )  # fmt: skip
+                if not processes.first():
+                    continue
+                family, metric, usual = judges[settings.task]
+                result = long_report.report(asked, predictions, settings, name, family, metric, about)
+                content = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+                write_text(str(folder / long_report.result_name(family, metric, usual)), content + "\n")
+                print(long_report.format_report(result), flush=True)
         if not processes.first():
             return
-        result = long_report.report(examples, predictions, settings, family, metric, about)
-        name = long_report.result_name(family, metric, usual)
-        content = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
-        write_text(str(Path(self.out).expanduser() / name), content + "\n")
-        print(f"{long_report.format_report(result)}\n\n{long.PREDICTIONS} and {name} are in {self.out}.")
+        results = long_report.read_results(self.out)
+        write_text(str(out / long.FIGURES), long_report.format_csv(results))
+        if len(results) > 1:
+            print(f"\n{long_report.format_table(results)}")
+        print(f"\nPredictions and scores are in {self.out}.")
 
-    def open_reader(self) -> "tuple[Generator, Tokenizer, int]":
-        """What answers, what cuts its prompts, and its window.
+    def metric(self, task: LongTask) -> "tuple[MetricFamily, Metric, Metric]":
+        """Whose rules score a task, the metric, and the one that these rules have unless another package is named.
+
+        Raises:
+            UsageError: there is no prompt or no such metric for the task, or a package is not installed.
+        """
+        from eval.long_metrics import find_metric
+        from eval.long_prompts import find_template
+        from eval.tasks import TASKS
+
+        find_template(self.prompt_preset, task)
+        default = "longbench" if self.prompt_preset == "longbench" else TASKS[task].source
+        family = self.metric_family or default
+        metric, usual = (find_metric(family, TASKS[task].kind, task, rouge) for rouge in (self.rouge, None))
+        metric.score("a", ["a"], ["a"])  # its package is missed before an hour of work, not after it
+        return family, metric, usual
+
+    def check_folders(self, names: Sequence[str]) -> None:
+        """
+        Raises:
+            UsageError: two settings have one name; or a folder is there and was not to be, which is told before an hour
+                of work on those before it.
+        """
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"two retrievers would write to {self.out}/{name}; give their folders other names")
+            if self.rerun.if_exists == "refuse" and (Path(self.out).expanduser() / name).exists():
+                raise UsageError(f"{self.out}/{name}: is there already; add --resume to go on, or --overwrite")
+
+    def open_readers(self) -> "list[Opened]":
+        """One for each window.
 
         Raises:
             UsageError: a server's model without tokenizer or window; or as `ReaderOptions.generator`.
@@ -146,19 +206,23 @@ class EvalLong:
         """
         from ralm_jax.tokenizer import load_tokenizer
 
-        tokenizer = self.reader.tokenizer
+        windows, tokenizer = list(dict.fromkeys(self.window)), self.reader.tokenizer
         if is_api(self.model):
-            if tokenizer is None or self.window is None:
+            if tokenizer is None or not windows:
                 raise UsageError(f"{self.model}: name --window, and the folder of its tokenizer with --tokenizer")
+            if self.chat:
+                raise UsageError(f"--chat is for a reader on this machine; {self.model} has turns of its own")
             generator = replace(self.reader, tokenizer=None).generator(self.model, None, self.api)
-            return generator, load_tokenizer(tokenizer), self.window
+            return [(generator, load_tokenizer(tokenizer), window) for window in windows]
         from ralm_jax.generate.local import LocalGenerator
 
-        local = cast(LocalGenerator, self.reader.generator(self.model, self.window, self.api))
-        return local, local.tokenizer, local.window
+        first = cast(LocalGenerator, self.reader.generator(self.model, windows[0] if windows else None, self.api))
+        several = [first, *(first.with_window(window) for window in windows[1:])]
+        return [(local, local.tokenizer, local.window) for local in several]
 
-    def about(self) -> dict[str, Any]:
+    def about(self, settings: Any, retriever: str) -> dict[str, Any]:
         """The options that a result is told with."""
-        options = asdict(self)
+        options = asdict(self) | {"task": settings.task, "window": settings.window}
+        options["retrieval"] |= {"retriever": retriever, "top": settings.top}
         del options["rerun"], options["api"], options["reader"]["devices"]
         return options

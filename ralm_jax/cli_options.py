@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from tyro.conf import arg, create_mutex_group
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ralm")
 
+T = TypeVar("T")
 ONE_OF_TEXT = create_mutex_group(required=True, title="the text")
 ONE_OF_RERUN = create_mutex_group(required=False, title="output that is there")
 
@@ -522,3 +523,13 @@ def check_output_file(path: str | None) -> None:
         raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
     if path and file.is_dir():
         raise UsageError(f"{path}: is a folder; name a file")
+
+
+def distinct(name: str, values: tuple[T, ...]) -> tuple[T, ...]:
+    """
+    Raises:
+        UsageError: there are none.
+    """
+    if not values:
+        raise UsageError(f"--{name}: name at least one")
+    return tuple(dict.fromkeys(values))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from tyro.conf import create_mutex_group
 
@@ -15,6 +15,7 @@ from ralm_jax.cli_options import (
     ReportOptions,
     TextOptions,
     check_output_file,
+    distinct,
     refuse_set,
 )
 from ralm_jax.errors import UsageError
@@ -33,7 +34,6 @@ from ralm_jax.settings import (
 if TYPE_CHECKING:
     from eval.sweep import Grid
 
-T = TypeVar("T")
 ONE_OF_PAPER = create_mutex_group(required=True, title="what of the paper")
 
 
@@ -228,13 +228,3 @@ class Shown(NamedTuple):
     matches: str
     csv: str
     draw: Callable[[str], None]
-
-
-def distinct(name: str, values: tuple[T, ...]) -> tuple[T, ...]:
-    """
-    Raises:
-        UsageError: there are none.
-    """
-    if not values:
-        raise UsageError(f"--{name}: name at least one")
-    return tuple(dict.fromkeys(values))

@@ -6,6 +6,7 @@ from pathlib import Path
 from ralm_jax.errors import RalmError, UsageError, first_line
 from ralm_jax.openai_client import is_api
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -14,6 +15,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "vocab.txt",
+    CHAT_TEMPLATE,
 )
 DESCRIPTIONS = (
     "config.json",

@@ -17,9 +17,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ralm_jax.errors import RalmError, UsageError, first_line
-from ralm_jax.hub import TOKENIZER_FILES, locate
+from ralm_jax.hub import CHAT_TEMPLATE, TOKENIZER_FILES, locate
 from ralm_jax.sources.gguf import GGUFFile, open_gguf
-from ralm_jax.text import read_object, write_text
+from ralm_jax.text import read_content, read_object, write_text
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,16 @@ class Tokenizer:
     Attributes:
         prefix: special tokens that the tokenizer puts in front of a text by default (BOS, or nothing).
         suffix: those that it puts behind.
+        chat_template: Jinja, as `ralm_jax.chat` renders it; empty where there is none.
+        named_tokens: special tokens by the names that it has for them, such as ("bos_token", "<s>").
     """
 
     backend: tokenizers.Tokenizer
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     origin: str
+    chat_template: str = ""
+    named_tokens: tuple[tuple[str, str], ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """int32 tokens of `text`, without special tokens."""
@@ -83,6 +87,7 @@ class Tokenizer:
             )
         made.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"bos_token": before[0]} if before else {})
+        config |= dict(self.named_tokens) | ({"chat_template": self.chat_template} if self.chat_template else {})
         write_text(str(folder / "tokenizer_config.json"), json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
     @functools.cached_property
@@ -138,7 +143,25 @@ def read_tokenizer(path: Path) -> Tokenizer:
         prefix = (special_id(backend, config, "bos_token", path),) if wanted else ()
     if config.get("add_eos_token") is not None:
         suffix = (special_id(backend, config, "eos_token", path),) if config["add_eos_token"] else ()
-    return Tokenizer(backend, prefix, suffix, str(path))
+    return Tokenizer(backend, prefix, suffix, str(path), stated_template(path, config), stated_names(path, config))
+
+
+def stated_template(folder: Path, config: dict[str, Any]) -> str:
+    """The chat template of a folder: a file of its own, or in tokenizer_config.json, where several have names."""
+    file = folder / CHAT_TEMPLATE
+    if file.is_file():
+        return read_content(file)
+    stated = config.get("chat_template") or ""
+    if isinstance(stated, list):
+        stated = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}.get("default", "")
+    return stated if isinstance(stated, str) else ""
+
+
+def stated_names(folder: Path, config: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The names of a folder's special tokens, with the tokens."""
+    stated = read_object(folder / "special_tokens_map.json") | config
+    found = {name: token_text(value) for name, value in stated.items() if name.endswith("_token")}
+    return tuple((name, token) for name, token in found.items() if isinstance(token, str))
 
 
 def from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
@@ -275,6 +298,7 @@ GGUF_PRE_TOKENIZERS = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
+GGUF_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 GGUF_SPECIAL = (2, 3, 4)  # unknown, control, user-defined (llama.cpp's token types)
 
 
@@ -312,7 +336,9 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     adds_eos = file.get("tokenizer.ggml.add_eos_token", False)
     prefix = (int(file.require("tokenizer.ggml.bos_token_id")),) if adds_bos else ()
     suffix = (int(file.require("tokenizer.ggml.eos_token_id")),) if adds_eos else ()
-    return Tokenizer(backend, prefix, suffix, str(file.path))
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_NAMES.items()}
+    named = tuple((name, pieces[id]) for name, id in ids.items() if id is not None and 0 <= id < len(pieces))
+    return Tokenizer(backend, prefix, suffix, str(file.path), file.get("tokenizer.chat_template", ""), named)
 
 
 def template_specials(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

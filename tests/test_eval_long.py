@@ -1,5 +1,8 @@
 """`ralm eval long` from files to scores, with a reader that looks answers up."""
 
+import copy
+import csv
+import dataclasses
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +30,11 @@ class Lookup:
     def __init__(self, stop_after=None):
         self.identity, self.tokenizer, self.window = {"kind": "lookup"}, tiny.tokenizer(), 8000
         self.asked, self.settings, self.stop_after = [], None, stop_after
+
+    def with_window(self, window):
+        made = copy.copy(self)
+        made.window = window
+        return made
 
     def generate(self, prompts, settings, *, tell=None):
         self.settings = settings
@@ -67,14 +75,22 @@ def evaluate(tmp_path, data, monkeypatch, capsys):
         capsys.readouterr()
         task = () if "--task" in options else ("--task", "hotpotqa")
         ralm("eval", "long", *task, "--model", "m", "--data", data, "--out", tmp_path / "out", *options)
-        result = json.loads((tmp_path / f"out/result-{family}.json").read_text())
+        result = json.loads(written(tmp_path, f"result-{family}.json").read_text())
         return reader, capsys.readouterr().out, result
 
     return run
 
 
+def written(tmp_path, name):
+    """The file of this name that was written last."""
+    return max((tmp_path / "out").glob(f"*/{name}"), key=lambda file: file.stat().st_mtime_ns)
+
+
 def lines(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in written(tmp_path, "predictions.jsonl").read_text().splitlines()]
+
+
+CELL = "hotpotqa-8000-none"
 
 
 class TestRun:
@@ -87,7 +103,7 @@ class TestRun:
         assert result["scores"] == {asked: [1.0] for asked in CODES}
         assert (reader.settings.max_new_tokens, reader.settings.temperature) == (32, 0)
         assert result["config"]["limit_examples"] is None
-        assert "hotpotqa: F1 100.00\n  metric family longbench; prompt preset xu2023\n" in printed
+        assert "hotpotqa, whole documents: F1 100.00\n  metric family longbench; prompt preset xu2023\n" in printed
         assert "6 examples; the paper has 200" in printed
         rows = lines(tmp_path)
         assert {row["prompt_preset"] for row in rows} == {"xu2023"}
@@ -147,7 +163,7 @@ class TestRun:
         _, _, result = evaluate("--retriever", encoder, "--top", 2, "--limit-examples", 2)
         assert result["examples"] == 2
         assert all(len(set(row["given"])) == 2 and row["chunks"] == 4 for row in lines(tmp_path))
-        manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+        manifest = json.loads(written(tmp_path, "manifest.json").read_text())
         assert manifest["settings"]["retriever"]["engine"] == "dense"
         assert manifest["settings"]["retriever"]["encoder"]["sha256"]
 
@@ -156,7 +172,7 @@ class TestRun:
         ralm("eval", "long", "--task", "hotpotqa", "--model", tiny_model, "--data", data, "--out", tmp_path / "out",
              "--prompt-preset", "longbench", "--limit-examples", 2, "--max-new-tokens", 4,
              "--mesh", "data=1")  # fmt: skip
-        result = json.loads((tmp_path / "out/result-longbench.json").read_text())
+        result = json.loads(written(tmp_path, "result-longbench.json").read_text())
         assert (result["window"], result["truncation"], result["cut_prompts"]) == (256, "middle", 2)
         for row in lines(tmp_path):
             assert 248 <= row["prompt_tokens"] <= 252
@@ -173,17 +189,104 @@ class TestRun:
         with api.serving(reply, tmp_path, monkeypatch) as server:
             ralm("eval", "long", "--task", "hotpotqa", "--data", data, "--out", tmp_path / "out", "--model", "openai:x",
                  "--tokenizer", tmp_path / "tokenizer", "--window", 300)  # fmt: skip
-        result = json.loads((tmp_path / "out/result-longbench.json").read_text())
+        result = json.loads(written(tmp_path, "result-longbench.json").read_text())
         assert (result["score"], result["cut_prompts"], result["prompt_tokens"]) == (100, 6, 70)
         api.assert_secret(tmp_path / "out", server)
         assert "openai:x: 6 requests (420 tokens read, 12 written)" in capsys.readouterr().out
+
+
+class TestGrid:
+    """Several tasks, windows, retrievers and numbers of chunks in one command."""
+
+    GRID = ("--window", 500, 900, "--retriever", "none", "bm25", "--top", 1, 2)
+
+    def test_every_combination_has_a_folder(self, evaluate, tmp_path):
+        _, printed, _ = evaluate(*self.GRID)
+        names = [f"hotpotqa-{w}-{given}" for w in (500, 900) for given in ("none", "bm25-1", "bm25-2")]
+        assert {path.parent.name for path in (tmp_path / "out").glob("*/predictions.jsonl")} == set(names)
+        with (tmp_path / "out/long.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["folder"] for row in rows] == names
+        assert [float(row["score"]) for row in rows] == [0, 100, 100, 0, 100, 100]
+        assert [int(row["cut_prompts"]) for row in rows] == [6, 0, 6, 6, 0, 0]
+        table = printed.split("\n\n")[-2].splitlines()
+        assert (len(table), table[2].split()[:5]) == (7, ["hotpotqa", "500", "bm25", "top", "1"])
+
+    def test_a_retriever_ranks_a_document_once(self, evaluate, monkeypatch):
+        from eval import long_chunks
+
+        read = []
+        monkeypatch.setattr(long_chunks.analyzer, "analyze", lambda text: read.append(text) or text.split())
+        long_chunks.term_counts.cache_clear()
+        evaluate(*self.GRID)
+        chunks = [text for text in read if not text.endswith("?")]
+        assert len(chunks) == 6 * 4
+
+    def test_more_cells_in_one_folder(self, evaluate, tmp_path):
+        evaluate("--window", 500)
+        reader, _, _ = evaluate("--window", 900)
+        assert len(reader.asked) == 6
+        assert len((tmp_path / "out/long.csv").read_text().splitlines()) == 3
+
+    def test_what_is_there_is_found_before_anything_is_asked(self, evaluate, tmp_path, capsys):
+        evaluate("--window", 900)
+        reader = Lookup()
+        with pytest.raises(SystemExit):
+            evaluate("--window", 500, 900, reader=reader)
+        assert "hotpotqa-900-none: is there already; add --resume to go on" in capsys.readouterr().err
+        assert not (tmp_path / "out/hotpotqa-500-none").exists()
+
+    def test_tasks_that_the_preset_lacks_are_refused_first(self, capsys, data, tmp_path):
+        code, line = refused(capsys, "eval", "long", "--task", "hotpotqa", "quality", "--data", data, "--model", "m",
+                             "--prompt-preset", "longbench", "--out", tmp_path / "new")  # fmt: skip
+        assert (code, "has no prompt for quality" in line) == (2, True)
+
+
+class TestChat:
+    TEMPLATE = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+    )
+
+    def reader(self, template=TEMPLATE):
+        reader = Lookup()
+        reader.tokenizer = dataclasses.replace(reader.tokenizer, chat_template=template)
+        return reader
+
+    def test_turns_are_those_of_the_template(self, evaluate):
+        reader, printed, result = evaluate("--chat", reader=self.reader())
+        assert all(prompt.startswith("<user>title: , source: ") for prompt in reader.asked)
+        assert all(prompt.endswith("?<me>") and "User:" not in prompt for prompt in reader.asked)
+        assert "prompt preset xu2023 in the reader's chat template" in printed
+        assert (result["chat"], result["score"]) == (True, 100)
+
+    def test_they_are_never_cut(self, evaluate):
+        reader, _, _ = evaluate("--chat", "--window", 500, reader=self.reader())
+        assert all(prompt.startswith("<user>title: ") and prompt.endswith("?<me>") for prompt in reader.asked)
+        assert all(len(reader.tokenizer.encode(prompt)) <= 500 - 32 for prompt in reader.asked)
+
+    def test_not_for_few_shot_tasks(self, evaluate, data):
+        write(data / "samsum.jsonl", longbench("a", input="Dialogue: a", context="Dialogue: b\nSummary: b"))
+        reader, _, _ = evaluate("--task", "samsum", "--chat", reader=self.reader())
+        assert reader.asked == ["Summarize the dialogue into a few short sentences. The following are some examples."
+                                "\n\nDialogue: b\nSummary: b\n\nDialogue: a"]  # fmt: skip
+
+    def test_never_mixed_with_others(self, evaluate, capsys):
+        evaluate()
+        with pytest.raises(SystemExit):
+            evaluate("--resume", "--chat", reader=self.reader())
+        assert "cannot be resumed" in capsys.readouterr().err
+
+    def test_without_a_template(self, evaluate, capsys):
+        with pytest.raises(SystemExit):
+            evaluate("--chat")
+        assert "has no chat template" in capsys.readouterr().err
 
 
 class TestAgain:
     def test_after_a_kill(self, evaluate, tmp_path):
         with pytest.raises(SystemExit):
             evaluate(reader=Lookup(stop_after=2))
-        with (tmp_path / "out/predictions.jsonl").open("a") as file:
+        with written(tmp_path, "predictions.jsonl").open("a") as file:
             file.write('{"half')
         reader, _, result = evaluate("--resume")
         assert (len(reader.asked), result["score"]) == (4, 100)
@@ -198,41 +301,41 @@ class TestAgain:
 
     def test_another_family_asks_nothing(self, evaluate, tmp_path):
         evaluate()
-        before = (tmp_path / "out/predictions.jsonl").read_bytes()
+        before = written(tmp_path, "predictions.jsonl").read_bytes()
         reader, printed, result = evaluate("--resume", "--metric-family", "nvidia", family="nvidia")
         assert (reader.asked, result["metric_family"]) == ([], "nvidia")
         assert "metric family nvidia" in printed
-        assert (tmp_path / "out/predictions.jsonl").read_bytes() == before
-        assert json.loads((tmp_path / "out/result-longbench.json").read_text())["metric_family"] == "longbench"
+        assert written(tmp_path, "predictions.jsonl").read_bytes() == before
+        assert json.loads(written(tmp_path, "result-longbench.json").read_text())["metric_family"] == "longbench"
 
     @pytest.mark.parametrize(
         "option",
-        [("--prompt-preset", "longbench"), ("--truncation", "middle"), ("--retriever", "bm25"), ("--window", 700),
-         ("--max-new-tokens", 5)],
+        [("--prompt-preset", "longbench"), ("--truncation", "middle"), ("--max-new-tokens", 5)],
     )  # fmt: skip
     def test_never_mixed(self, evaluate, option, capsys, data, tmp_path):
         evaluate()
-        before = (tmp_path / "out/predictions.jsonl").read_bytes()
+        before = written(tmp_path, "predictions.jsonl").read_bytes()
         with pytest.raises(SystemExit):
             evaluate("--resume", *option)
         assert "cannot be resumed" in capsys.readouterr().err
-        assert (tmp_path / "out/predictions.jsonl").read_bytes() == before
+        assert written(tmp_path, "predictions.jsonl").read_bytes() == before
 
     def test_presets_in_one_file(self, evaluate, data, tmp_path):
         evaluate()
         examples = read_examples("hotpotqa", str(data))
-        settings = long.LongSettings("hotpotqa", "longbench", "middle", 800, 0, Lookup().settings)
+        settings = long.LongSettings("hotpotqa", "longbench", False, "middle", 800, 0, Lookup().settings)
         rows = [long.LongPrediction(**row) for row in lines(tmp_path)]
+        metric = find_metric("longbench", "span", "hotpotqa")
         with pytest.raises(RalmError, match="answers to prompts of xu2023 are among those to prompts of longbench"):
-            long_report.report(examples, rows, settings, "longbench", find_metric("longbench", "span", "hotpotqa"), {})
+            long_report.report(examples, rows, settings, "none", "longbench", metric, {})
 
     def test_overwrite_leaves_what_is_not_ours(self, evaluate, tmp_path):
         evaluate()
-        (tmp_path / "out/notes.txt").write_text("mine")
+        (tmp_path / "out" / CELL / "notes.txt").write_text("mine")
         reader, _, _ = evaluate("--overwrite", "--metric-family", "nvidia", family="nvidia")
         assert len(reader.asked) == 6
-        assert (tmp_path / "out/notes.txt").read_text() == "mine"
-        assert not (tmp_path / "out/result-longbench.json").exists()
+        assert (tmp_path / "out" / CELL / "notes.txt").read_text() == "mine"
+        assert not (tmp_path / "out" / CELL / "result-longbench.json").exists()
 
     @pytest.mark.parametrize(
         ("edit", "message"),
@@ -243,7 +346,7 @@ class TestAgain:
     )
     def test_damaged(self, evaluate, tmp_path, capsys, edit, message):
         evaluate()
-        path = tmp_path / "out/predictions.jsonl"
+        path = written(tmp_path, "predictions.jsonl")
         path.write_text("\n".join(edit(path.read_text().splitlines())) + "\n")
         with pytest.raises(SystemExit):
             evaluate("--resume")
@@ -306,4 +409,4 @@ class TestRefused:
             evaluate("--window", 40)
         printed = capsys.readouterr().err
         assert "a window of 40 leaves, beside 32 new tokens, 8: 8 tokens have no room for instruction and" in printed
-        assert Path(tmp_path / "out/predictions.jsonl").read_bytes() == b""
+        assert written(tmp_path, "predictions.jsonl").read_bytes() == b""

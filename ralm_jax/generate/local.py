@@ -38,6 +38,10 @@ class LocalGenerator:
         self.identity = reader.identity | {"tokenizer_sha256": tokenizer.fingerprint, "window": self.window}
         self._batch_size = batch_size
 
+    def with_window(self, window: int | None) -> "LocalGenerator":
+        """The same reader with another window; as `__init__`."""
+        return LocalGenerator(self.reader, self.tokenizer, window=window, batch_size=self._batch_size)
+
     def generate(
         self,
         prompts: Sequence[str],
