@@ -59,6 +59,8 @@ class Options:
     """With --shared: the corpus."""
     strides: int = 64
     """With --shared: strides with 16 passages, and 4 times as many with one; in blocks of 16."""
+    top: tuple[int, ...] = (1, 16)
+    """With --shared: how many passages a stride."""
     quick: bool = False
     """One round of 4 windows."""
     json: str | None = None
@@ -210,7 +212,9 @@ STRATEGIES = ("none", "first", "zero-shot", "oracle")
 def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[str, Any]:
     """Seconds of exact and shared windows over blocks at even distances in the text, and perplexities of their strides.
 
-    A block is a text of its own, with a window of tokens before it, which both modes score as well.
+    A block is a text of its own, with a window of tokens before it, which both modes score as well. Blocks are taken in
+    a random order, and a line on standard error tells how things stand after each: a run that is stopped is a fair
+    sample.
     """
     from eval.lm import score
     from eval.report import policies
@@ -231,7 +235,8 @@ def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[
     settings = StrideSettings(options.window, STRIDE, limit_strides=1 + BLOCK // STRIDE)
     seconds = dict.fromkeys(("exact", "shared"), 0.0)
     nll: dict[str, dict[str, list[np.ndarray]]] = {name: defaultdict(list) for name in seconds}
-    for i, piece in enumerate([pieces[0], *pieces]):  # the first one twice: it compiles
+    order = np.random.default_rng(0).permutation(len(pieces))
+    for i, piece in enumerate(pieces[j] for j in (order[0], *order)):  # the first one twice: it compiles
         queries, place = QuerySettings(k=k), folder / f"{k}-{i}"
         table = retrieve(index, piece, tokenizer, f"{place}-r", strides=settings, queries=queries, progress=False)
         for name, block in (("exact", None), ("shared", BLOCK)):
@@ -245,6 +250,13 @@ def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[
                 for strategy in STRATEGIES:
                     chosen = policies()[strategy](scores)
                     nll[name][strategy].append(-np.nansum(scores.target[np.arange(len(chosen)), chosen], axis=1))
+        if i:
+            print(f"{i} of {len(pieces)} blocks: {modes_line(compared(k, seconds, nll))}", file=sys.stderr, flush=True)
+    return compared(k, seconds, nll)
+
+
+def compared(k: int, seconds: dict[str, float], nll: dict[str, dict[str, list[np.ndarray]]]) -> dict[str, Any]:
+    """Ratio of the seconds, and perplexities of each strategy, of exact and shared windows over the same strides."""
     exact, shared = ({key: np.concatenate(value) / STRIDE for key, value in found.items()} for found in nll.values())
     return {
         "k": k, "strides": len(exact["none"]), "seconds": seconds, "ratio": seconds["exact"] / seconds["shared"],
@@ -260,6 +272,11 @@ def compare_modes(options: Options, k: int, strides: int, folder: Path) -> dict[
     }  # fmt: skip
 
 
+def modes_line(result: dict[str, Any]) -> str:
+    changes = [f"{name} {found['change']:+.2%}" for name, found in result["perplexities"].items()]
+    return f"ratio {result['ratio']:.2f}, " + ", ".join(changes)
+
+
 def build(corpus: str, folder: str) -> None:
     from retrieval.bm25 import build_index
     from retrieval.corpus import read_corpus
@@ -271,8 +288,8 @@ def shared_windows(options: Options) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         run_apart(build, options.corpus, str(folder / "index"))
-        sizes = ((1, 4 * options.strides), (16, options.strides))
-        results = [run_apart(compare_modes, options, k, strides, folder) for k, strides in sizes]
+        strides = {k: (4 if k == 1 else 1) * options.strides for k in options.top}
+        results = [run_apart(compare_modes, options, k, strides[k], folder) for k in options.top]
     print(f"SmolLM2, windows of {options.window}, stride {STRIDE}, {options.text}")
     print("perplexities of exact and shared windows, their change and its standard error over strides")
     for result in results:
