@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.columns import aligned
 from eval.long import KIND, LongPrediction, LongSettings
 from eval.long_metrics import Metric
 from eval.tasks import TASKS, Example
@@ -120,9 +121,11 @@ def read_results(location: str) -> list[dict[str, Any]]:
         if missing:
             raise RalmError(f"{file}: has no {missing[0]!r}; make it anew with --resume")
         found.append(result | {"folder": file.parent.name})
-    order = list(TASKS)
-    key = lambda one: (order.index(one["task"]), one["window"], one["top"] > 0, one["retriever"], one["top"])  # noqa: E731
-    return sorted(found, key=key)
+
+    def order(one: dict[str, Any]) -> tuple[Any, ...]:
+        return list(TASKS).index(one["task"]), one["window"], one["top"] > 0, one["retriever"], one["top"]
+
+    return sorted(found, key=order)
 
 
 COLUMNS = (
@@ -154,10 +157,4 @@ def format_table(results: Sequence[Mapping[str, Any]]) -> str:
         ]
         for one in results
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    left = {0, 2, 4}
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i in left else cell.rjust(width)
-                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in [header, *rows]
-    )  # fmt: skip
+    return aligned([header, *rows], left=(0, 2, 4))

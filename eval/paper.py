@@ -12,13 +12,14 @@ those nearest to the paper's are taken.
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval import plots
+from eval.columns import aligned
 from eval.sweep import KIND
 from eval.sweep_rows import Row, read_csv
 from ralm_jax.config import ConfigFile
@@ -237,10 +238,15 @@ def read_sweep(location: str) -> list[Found]:
 
 def paper_model(config: dict[str, Any]) -> str | None:
     """Which of `MODELS` a ScoreTable's `config` is."""
+    return shaped_like(config, MODELS, SHAPE)
+
+
+def shaped_like(config: dict[str, Any], models: Mapping[str, str], shape: Sequence[str]) -> str | None:
+    """Which of `models`, which name sizes, has the family of `config` and agrees with it in `shape`."""
     made = READERS[config["model_type"]].config.from_hf(ConfigFile(config, "config"))
-    for model, size in MODELS.items():
+    for model, size in models.items():
         ours = SIZES[size]
-        if type(ours) is type(made) and all(getattr(ours, name) == getattr(made, name) for name in SHAPE):
+        if type(ours) is type(made) and all(getattr(ours, name) == getattr(made, name) for name in shape):
             return model
     return None
 
@@ -334,13 +340,7 @@ def format_table(number: int, cells: Sequence[Cell]) -> str:
     rows += [["model", *columns, *[f"{'ours':>9}{'paper':>8}"] * len(texts)]]
     for line in lines:
         rows.append([line.label, *map(line.column, columns), *(at[line, text] for text in texts)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    stub = 1 + len(columns)
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i < stub else cell.rjust(width)
-                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
+    return aligned(rows, left=range(1 + len(columns)))
 
 
 def format_cell(cell: Cell) -> str:

@@ -1,9 +1,10 @@
-"""Table 4 and figure 8 of the paper (In-Context RALM, Ram et al., 2023), with what `ralm eval qa` found.
+"""Table 4 and figure 8 of the paper (In-Context RALM, Ram et al., 2023), with what `ralm eval qa` found, and figure 1
+of Retrieval meets Long Context (Xu et al., 2023): Lost in the Middle (Liu et al., 2023).
 
 `VALUES` are those of table 4 (arXiv:2302.00083); figure 8, exact match over the number of passages on the validation
 sets, is drawn there without being stated. A reader is the paper's as in `eval.paper`; data are, if they are a whole
 test set named by `--dataset`. The paper's open book is two passages of DPR; ours has any retriever, which is said, and
-of several numbers of passages the one nearest to two.
+of several numbers of passages the one nearest to two. Figure 1 is drawn without being stated as well.
 """
 
 import csv
@@ -14,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from eval.columns import aligned
 from eval.paper import paper_model
 from eval.qa import FIGURES, KIND
 from eval.qa_report import QARow, draw, read_csv
@@ -68,6 +70,16 @@ class Cell:
     row: QARow | None
     paper: float | None
 
+    @property
+    def metric(self) -> str:
+        """Exact match; where the gold passage has a place of its own, containment."""
+        return "em" if self.row is None or self.row.gold_at is None else "contains"
+
+    @property
+    def ours(self) -> float | None:
+        """In percent."""
+        return None if self.row is None else 100 * getattr(self.row, self.metric)
+
 
 def read_runs(locations: Sequence[str]) -> list[Run]:
     """
@@ -109,6 +121,16 @@ def labels(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
+def refuse_places(runs: Sequence[Run], shown: str) -> None:
+    """
+    Raises:
+        UsageError: answers with the gold passage at places of its own, which `shown` is not of.
+    """
+    for run in runs:
+        if any(row.gold_at is not None for row in run.rows):
+            raise UsageError(f"{run.folder}: was made with --gold-at, which {shown} is not of; leave it out")
+
+
 # --- table 4 ---
 
 
@@ -116,8 +138,9 @@ def table_cells(runs: Sequence[Run]) -> list[Cell]:
     """The numbers of table 4: the paper's lines, ours in them, and those of readers that the paper has not.
 
     Raises:
-        UsageError: two folders differ on one of them.
+        UsageError: two folders differ on one of them, or one was made with --gold-at.
     """
+    refuse_places(runs, "table 4")
     named = labels(runs)
     ours: dict[tuple[str, str, str], tuple[Run, QARow]] = {}
     for run in runs:
@@ -157,16 +180,11 @@ def format_table(cells: Sequence[Cell]) -> str:
     lines = dict.fromkeys((cell.label, cell.book) for cell in cells)
     rows = [["", "", *(f"{one}, EM" for one in data)], ["model", "book", *[f"{'ours':>9}{'paper':>8}"] * len(data)]]
     rows += [[*line, *(format_cell(at[*line, one]) for one in data)] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) if i < 2 else text.rjust(width)
-                  for i, (text, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
+    return aligned(rows, left=(0, 1))
 
 
 def format_cell(cell: Cell) -> str:
-    ours = "-" if cell.row is None else f"{100 * cell.row.em:.1f}"
+    ours = "-" if cell.ours is None else f"{cell.ours:.1f}"
     return f"{ours:>9}{'-' if cell.paper is None else f'{cell.paper:.1f}':>8}"
 
 
@@ -177,10 +195,16 @@ def figure_cells(runs: Sequence[Run]) -> list[Cell]:
     """What figure 8 shows.
 
     Raises:
-        UsageError: no folder has several numbers of passages.
+        UsageError: no folder has several numbers of passages, or one was made with --gold-at.
     """
+    refuse_places(runs, "figure 8")
     if not any(len(run.rows) > 1 for run in runs):
         raise UsageError("figure 8: needs answers with several numbers of --passages; these have none")
+    return cells_of(runs)
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """A cell for each row."""
     named = labels(runs)
     return [
         Cell(named[run.reader], "open" if row.passages else "closed", run.data, run, row, None)
@@ -195,6 +219,11 @@ def draw_figure(cells: Sequence[Cell], path: str) -> None:
     Raises:
         RalmError: it cannot be written.
     """
+    draw(path, lines_of(cells), "figure 8")
+
+
+def lines_of(cells: Sequence[Cell]) -> dict[str, list[QARow]]:
+    """The rows of each folder, by reader and data; of several that share these, by folder as well."""
     lines: dict[str, list[QARow]] = {}
     names = {cell.run.folder: f"{cell.label}, {cell.data}" for cell in cells if cell.run}
     for cell in cells:
@@ -202,10 +231,36 @@ def draw_figure(cells: Sequence[Cell], path: str) -> None:
             name = names[cell.run.folder]
             several = list(names.values()).count(name) > 1
             lines.setdefault(f"{name} ({cell.run.folder})" if several else name, []).append(cell.row)
-    draw(path, lines, "figure 8")
+    return lines
 
 
-# --- both ---
+# --- lost in the middle ---
+
+
+def lost_cells(runs: Sequence[Run]) -> list[Cell]:
+    """What figure 1 of Retrieval meets Long Context shows: containment by the place of the gold passage.
+
+    Raises:
+        UsageError: a folder was made without --gold-at, or none has several places.
+    """
+    for run in runs:
+        if any(row.gold_at is None for row in run.rows):
+            raise UsageError(f"{run.folder}: was made without --gold-at, which figure 1 is of; leave it out")
+    if not any(len(run.rows) > 1 for run in runs):
+        raise UsageError("figure 1: needs answers with several places of --gold-at; these have one")
+    return cells_of(runs)
+
+
+def draw_lost(cells: Sequence[Cell], path: str) -> None:
+    """Writes figure 1 as PNG, a line for each folder.
+
+    Raises:
+        RalmError: it cannot be written.
+    """
+    draw(path, lines_of(cells), "lost in the middle")
+
+
+# --- all ---
 
 
 def format_matches(cells: Sequence[Cell]) -> str:
@@ -214,6 +269,13 @@ def format_matches(cells: Sequence[Cell]) -> str:
     for cell in cells:
         run, row = cell.run, cell.row
         if run is None or row is None:
+            continue
+        if row.gold_at is not None:
+            lines.append(
+                f"{run.reader} in {run.folder} has {row.passages} passages, one of them gold, the others of "
+                f"{run.retrieval}, asked as {run.prompt_preset} (Lost in the Middle 10, 20 or 30, the others of "
+                "Contriever, as liu2023)."
+            )
             continue
         shape = f"has the shape of {run.model}" if run.model else "is no reader of the paper's"
         known = "the paper's" if run.data in DATA.values() else "no data of the paper's"
@@ -230,9 +292,11 @@ COLUMNS: dict[str, Callable[[Cell], Any]] = {
     "model": lambda cell: cell.label,
     "book": lambda cell: cell.book,
     "data": lambda cell: cell.data,
-    "ours": lambda cell: cell.row and 100 * cell.row.em,
+    "metric": lambda cell: cell.metric,
+    "ours": lambda cell: cell.ours,
     "paper": lambda cell: cell.paper,
     "passages": lambda cell: cell.row and cell.row.passages,
+    "gold_at": lambda cell: cell.row and cell.row.gold_at,
     "questions": lambda cell: cell.row and cell.row.questions,
     "f1": lambda cell: cell.row and cell.row.f1,
     "has_answer": lambda cell: cell.row and cell.row.has_answer,

@@ -33,6 +33,8 @@ log = logging.getLogger("ralm")
 KIND = "answers"
 PREDICTIONS, FIGURES, PLOT = "predictions.jsonl", "qa.csv", "qa.png"  # in the folder
 
+Key = tuple[str, int, int | None]  # of an answer: question, passages, place of the gold one
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -41,6 +43,7 @@ class Prediction:
     Attributes:
         question: its id.
         passages: that were asked for.
+        gold_at: the place of the gold one among them, from 1; None where it has none of its own.
         given: that the prompt has; fewer where fewer were found.
         prompt_sha256: of the prompt.
         prompt_tokens, new_tokens, finish, text: as in `Generation`.
@@ -52,6 +55,7 @@ class Prediction:
 
     question: str
     passages: int
+    gold_at: int | None
     given: int
     prompt_sha256: str
     prompt_tokens: int
@@ -67,20 +71,21 @@ class Prediction:
     has_answer: bool | None
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.question, self.passages
+    def key(self) -> Key:
+        return self.question, self.passages, self.gold_at
 
 
 class Job(NamedTuple):
-    """A question and how many passages its prompt should have."""
+    """A question, with the passages of its prompt in their order; how many these should be, and where the gold one."""
 
     question: Question
     passages: int
+    gold_at: int | None
     prompt: str
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.question.id, self.passages
+    def key(self) -> Key:
+        return self.question.id, self.passages, self.gold_at
 
     @property
     def prompt_sha256(self) -> str:
@@ -132,14 +137,22 @@ def with_passages(
     if largest < most and retriever is None:
         told = f"no question has more than {largest:,}" if largest else "the questions have none"
         raise UsageError(f"--passages {most}: {told}; name an index to search with --index, or ask for fewer")
-    for question in questions:
-        for passage in question.found:
-            if passage.text is None:
-                raise RalmError(
-                    f"passage {passage.id} of question {question.id} has no text; `ralm convert-retrieval --to dpr "
-                    "--corpus` adds it"
-                )
-    return [mark_answers(question, anew=True) for question in questions]
+    return [marked(question) for question in questions]
+
+
+def marked(question: Question) -> Question:
+    """`question` with passages in which answers have been looked for, whatever the data say.
+
+    Raises:
+        RalmError: a passage has no text.
+    """
+    for passage in question.found:
+        if passage.text is None:
+            raise RalmError(
+                f"passage {passage.id} of question {question.id} has no text; `ralm convert-retrieval --to dpr "
+                "--corpus` adds it"
+            )
+    return mark_answers(question, anew=True)
 
 
 def questions_sha256(questions: Iterable[Question]) -> str:
@@ -160,6 +173,7 @@ def answer_questions(
     location: str,
     *,
     settings: GenerateSettings,
+    gold_at: Sequence[int | None] = (None,),
     made_with: dict[str, Any],
     about: dict[str, Any],
     if_exists: IfExists = "refuse",
@@ -168,16 +182,17 @@ def answer_questions(
     """Asks every question with each number of passages, and judges the answers.
 
     Args:
-        questions: of `with_passages`.
+        questions: of `with_passages`, or with `gold_at`, of `eval.gold.with_gold`.
         passages: how many of them a prompt has, several numbers.
         location: a local folder; predictions are appended to a file in it.
         settings: of generation; stop strings are those of `preset`.
+        gold_at: places of the gold passage, from 1; each is asked with each number of passages.
         made_with: what the answers depend on beside reader and generation, which a run that resumes has to share.
         about: is written into the folder's manifest when all answers are there.
         progress: show a progress bar; None for "if there is a terminal".
 
     Returns:
-        The predictions by number of passages, in the order of the questions.
+        The predictions by number of passages and place, in the order of the questions.
 
     Raises:
         UsageError: `location` is taken and `if_exists` refuses, or it is not a local folder.
@@ -186,7 +201,7 @@ def answer_questions(
     """
     if "://" in location:
         raise UsageError(f"{location}: answers need a local disk")
-    jobs = [Job(q, count, preset.prompt(q.text, q.found[:count])) for count in passages for q in questions]
+    jobs = [prompted(q, count, place, preset) for count in passages for place in gold_at for q in questions]
     root = Path(location).expanduser()
     if if_exists == "overwrite":
         processes.once(lambda: remove_earlier(location))
@@ -222,13 +237,22 @@ def answer_questions(
     return found
 
 
+def prompted(question: Question, passages: int, gold_at: int | None, preset: PromptPreset) -> Job:
+    """The first `passages` of `question` in a prompt; the first of all, which is the gold one, at place `gold_at`, if
+    that is given, or last where there are too few before it."""
+    used = list(question.found[:passages])
+    if gold_at is not None:
+        used.insert(gold_at - 1, used.pop(0))
+    return Job(question._replace(found=tuple(used)), passages, gold_at, preset.prompt(question.text, used))
+
+
 def judged(job: Job, made: Generation, preset: PromptPreset) -> Prediction:
-    question, used = job.question, job.question.found[: job.passages]
+    question, used = job.question, job.question.found
     text = made.text.encode("utf-8", "replace").decode()  # a server can send lone surrogates, which no file takes
     answer = preset.answer(text)
     return Prediction(
-        question.id, job.passages, len(used), job.prompt_sha256, made.prompt_tokens, made.cut, made.new_tokens,
-        made.finish, text, answer, **judge(answer, question.answers, regex=question.regex)._asdict(),
+        question.id, job.passages, job.gold_at, len(used), job.prompt_sha256, made.prompt_tokens, made.cut,
+        made.new_tokens, made.finish, text, answer, **judge(answer, question.answers, regex=question.regex)._asdict(),
         has_answer=any(passage.has_answer for passage in used) if job.passages else None,
     )  # fmt: skip
 
@@ -272,7 +296,7 @@ def recovered(path: Path, file: BinaryIO) -> list[Prediction]:
     content = path.read_bytes()
     with writing(path):
         file.truncate(content.rfind(b"\n") + 1)
-    found: dict[tuple[str, int], Prediction] = {}
+    found: dict[Key, Prediction] = {}
     for where, row in read_rows(path):
         prediction = parse_prediction(row, where)
         if prediction.key in found:
@@ -290,7 +314,7 @@ def parse_prediction(row: Any, where: str) -> Prediction:
     raise RalmError(f"{where}: not a prediction; delete the line to have its question asked again, or add --overwrite")
 
 
-def check_prompts(path: Path, jobs: Sequence[Job], done: dict[tuple[str, int], Prediction]) -> None:
+def check_prompts(path: Path, jobs: Sequence[Job], done: dict[Key, Prediction]) -> None:
     """
     Raises:
         RalmError: a question was asked in another prompt than now.

@@ -1,5 +1,5 @@
-"""What answers are worth, by the number of passages in the prompt: for a terminal, as CSV and JSON, and as a picture
-(In-Context RALM, figure 8)."""
+"""What answers are worth, by the number of passages in the prompt or by the place of the gold one: for a terminal, as
+CSV and JSON, and as a picture (In-Context RALM, figure 8; Retrieval meets Long Context, figure 1)."""
 
 import csv
 import io
@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
+from eval.columns import aligned
 from eval.qa import Prediction
 from ralm_jax.errors import RalmError
 
 
 @dataclass(frozen=True)
 class QARow:
-    """The answers with one number of passages.
+    """The answers with one number of passages, and one place of the gold one.
 
     Attributes:
         passages: that were asked for.
+        gold_at: as in `Prediction`.
         questions: that the shares are of.
         em, f1, rouge_l, contains, has_answer: means from 0 to 1, as in `Prediction`; None where no question has one.
         prompt_tokens: of a prompt, in the mean.
@@ -28,6 +30,7 @@ class QARow:
     """
 
     passages: int
+    gold_at: int | None
     questions: int
     em: float
     f1: float | None
@@ -41,18 +44,18 @@ class QARow:
 
 
 def qa_rows(predictions: Sequence[Prediction]) -> list[QARow]:
-    """A row for each number of passages, in their order."""
-    by_count: dict[int, list[Prediction]] = {}
+    """A row for each number of passages and place of the gold one, in their order."""
+    groups: dict[tuple[int, int | None], list[Prediction]] = {}
     for one in predictions:
-        by_count.setdefault(one.passages, []).append(one)
+        groups.setdefault((one.passages, one.gold_at), []).append(one)
     return [
         QARow(
-            count, len(group), share(group, "em") or 0.0, share(group, "f1"), share(group, "rouge_l"),
+            count, place, len(group), share(group, "em") or 0.0, share(group, "f1"), share(group, "rouge_l"),
             share(group, "contains") or 0.0, share(group, "has_answer"), share(group, "prompt_tokens") or 0.0,
             sum(one.cut > 0 for one in group), sum(one.cut for one in group),
             sum(one.given < one.passages for one in group),
         )
-        for count, group in by_count.items()
+        for (count, place), group in groups.items()
     ]  # fmt: skip
 
 
@@ -65,23 +68,22 @@ def share(predictions: Sequence[Prediction], name: str) -> float | None:
 def format_rows(rows: Sequence[QARow]) -> str:
     """The rows as a table for a terminal, with the mean length of a prompt and the number of those that did not fit;
     below it what else there is to know."""
-    header = ["passages", "questions", "EM", "F1", "ROUGE-L", "contains", "has answer", "prompt tokens", "cut"]
+    placed = any(row.gold_at is not None for row in rows)
+    header = ["passages", *["gold at"] * placed, "questions", "EM", "F1", "ROUGE-L", "contains", "has answer",
+              "prompt tokens", "cut"]  # fmt: skip
     cells = [
-        [f"{row.passages}", f"{row.questions:,}",
+        [f"{row.passages}", *[f"{row.gold_at}"] * placed, f"{row.questions:,}",
          *map(percent, (row.em, row.f1, row.rouge_l, row.contains, row.has_answer)),
          f"{row.prompt_tokens:,.1f}", f"{row.cut_prompts:,}"]
         for row in rows
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *cells)
-    ]
-    lines += [
+    lines = [aligned([header, *cells])]
+    short = (
         f"{row.short:,} of {row.questions:,} questions have fewer than {row.passages} passages in the prompt."
         for row in rows
         if row.short
-    ]
-    return "\n".join(lines)
+    )
+    return "\n".join([*lines, *dict.fromkeys(short)])
 
 
 def percent(value: float | None) -> str:
@@ -103,7 +105,7 @@ def read_csv(path: Path) -> list[QARow]:
     Raises:
         RalmError: another file, or a broken row.
     """
-    kinds = {field.name: int if field.type is int else float for field in fields(QARow)}
+    kinds = {field.name: int if field.type in (int, int | None) else float for field in fields(QARow)}
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         rows = []
@@ -126,10 +128,15 @@ def to_json(rows: Sequence[QARow], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw(path: str, lines: Mapping[str, Sequence[QARow]], title: str) -> None:
-    """Writes exact match over the number of passages as PNG, a line for each of `lines`.
+    """Writes exact match over the number of passages as PNG, a line for each of `lines`; where the gold passage has
+    places, containment over these, as Lost in the Middle does.
 
     Raises:
         RalmError: it cannot be written.
     """
-    curves = {name: sorted((float(row.passages), 100 * row.em) for row in rows) for name, rows in lines.items()}
-    plots.draw_curves(path, curves, "passages in the prompt", "exact match (%)", title, whole=True)
+    x, x_label, y, y_label = "passages", "passages in the prompt", "em", "exact match (%)"
+    if any(row.gold_at is not None for rows in lines.values() for row in rows):
+        x, x_label = "gold_at", "place of the gold passage"
+        y, y_label = "contains", "answers that contain the gold answer (%)"
+    curves = {name: sorted((getattr(row, x), 100 * getattr(row, y)) for row in rows) for name, rows in lines.items()}
+    plots.draw_curves(path, curves, x_label, y_label, title, whole=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.columns import aligned
 from eval.metrics import Perplexity
 from eval.report import number
 from ralm_jax.errors import RalmError
@@ -132,13 +133,7 @@ def format_rows(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    left = {0, 1, 6}
-    lines = [
-        "  ".join(cell.ljust(width) if i in left else cell.rjust(width)
-                  for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in (header, *cells)
-    ]  # fmt: skip
+    lines = [aligned([header, *cells], left=(0, 1, 6))]
     covered = {(row.result.tokens, row.result.words) for row in rows}
     tokens, words = zip(*sorted(covered), strict=True)
     lines += ["", f"Token perplexity is over {span(tokens)} tokens, word perplexity over {span(words)} words."]

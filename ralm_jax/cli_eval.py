@@ -9,7 +9,7 @@ import tyro
 from tyro.conf import arg, create_mutex_group
 
 from ralm_jax import processes
-from ralm_jax.cli_long import EvalLong
+from ralm_jax.cli_long import EvalLengths, EvalLong
 from ralm_jax.cli_options import APIOptions, ReaderOptions, RerunOptions, check_output_file, refuse_set
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.settings import DenseSearch, Prompts, QuestionDataset, Split, at_least
@@ -107,7 +107,8 @@ class EvalRetrieval:
 class EvalQA:
     """Have a reader answer questions, with and without passages: exact match, F1 and more by the number of passages.
 
-    Answers that are in the folder are not asked for again; --resume with other --passages adds to them."""
+    Answers that are in the folder are not asked for again; --resume with other --passages, or --gold-at, adds to
+    them."""
 
     model: str
     """The reader: a folder, a .gguf file, a Hugging Face id, or openai:NAME or openai-chat:NAME for a server's."""
@@ -120,6 +121,10 @@ class EvalQA:
     """What searches a dense index; the hits are the same."""
     passages: Annotated[str, arg(metavar="N,N,…")] = "0,1,2"
     """Passages in the prompt, 0 for closed book; several numbers, separated by commas."""
+    gold_at: Annotated[str | None, arg(metavar="P,P,…")] = None
+    """Places of the gold passage in the prompt, from 1, separated by commas; --passages is a single number then. The
+    others are the best in which no answer stands (Lost in the Middle). Gold is the passage that --data marks ("isgold",
+    or the first of positive_ctxs), or with --index its first one."""
     prompt_preset: Prompts = "ram2023"
     """How questions are asked. ram2023: as in the paper. instruct: the same for readers that follow instructions.
     liu2023: an instruction and numbered passages, as in Lost in the Middle."""
@@ -139,7 +144,7 @@ class EvalQA:
     def run(self) -> None:
         from dataclasses import replace
 
-        from eval import qa, qa_report
+        from eval import gold, qa, qa_report
         from eval.prompts import PRESETS
         from ralm_jax.text import write_text
         from retrieval.retriever import open_index
@@ -147,15 +152,16 @@ class EvalQA:
         check_output_file(self.json)
         at_least(1, max_new_tokens=self.max_new_tokens, window=self.window)
         counts = numbers("--passages", self.passages, 0)
+        places = self.places(counts)
         if self.questions == QuestionOptions():
             raise UsageError("--data: name a file of questions, or --dataset")
         read = self.questions.read()
         asked = qa.with_answers(read, self.limit_questions)
         index = open_index(self.index, dense_search=self.dense_search) if self.index else None
-        asked = qa.with_passages(asked, max(counts), index)
+        asked = (gold.with_gold if places else qa.with_passages)(asked, max(counts), index)
         preset = PRESETS[self.prompt_preset]
         settings = replace(preset.settings, max_new_tokens=self.max_new_tokens or preset.settings.max_new_tokens)
-        about = asdict(self) | {"passages": counts}
+        about = asdict(self) | {"passages": counts, "gold_at": places}
         del about["rerun"], about["json"], about["api"], about["reader"]["devices"]
         generator = self.reader.generator(self.model, self.window, self.api)
         with self.api.accounting(generator):
@@ -166,6 +172,7 @@ class EvalQA:
                 preset,
                 self.out,
                 settings=settings,
+                gold_at=places or (None,),
                 made_with={
                     "questions_sha256": qa.questions_sha256(read),
                     "retriever_sha256": index.fingerprint if index else None,
@@ -179,11 +186,26 @@ class EvalQA:
             return
         write_text(str(out / qa.FIGURES), qa_report.format_csv(rows))
         if len(rows) > 1:
-            title = f"{self.model} on {self.questions.data or self.questions.dataset}"
+            title = f"{Path(self.model).name} on {Path(str(self.questions.data or self.questions.dataset)).name}"
             qa_report.draw(str(out / qa.PLOT), {self.prompt_preset: rows}, title)
         if self.json:
             write_text(self.json, json.dumps(qa_report.to_json(rows, about), indent=2, ensure_ascii=False) + "\n")
         print(f"{qa_report.format_rows(rows)}\n\nPredictions and figures are in {self.out}.")
+
+    def places(self, counts: list[int]) -> list[int] | None:
+        """Those of --gold-at; None without it.
+
+        Raises:
+            UsageError: they are not places in a prompt of `counts` passages, of which there is one.
+        """
+        if self.gold_at is None:
+            return None
+        found = numbers("--gold-at", self.gold_at, 1)
+        if len(counts) > 1 or counts == [0]:
+            raise UsageError(f"--gold-at: needs a single number of --passages, from 1, not {self.passages}")
+        if max(found) > counts[0]:
+            raise UsageError(f"--gold-at {max(found)}: there are --passages {counts[0]}; name places from 1 to these")
+        return found
 
 
 @dataclass(frozen=True)
@@ -194,11 +216,12 @@ class Eval:
         Annotated[EvalRetrieval, tyro.conf.subcommand("retrieval", prefix_name=False)]
         | Annotated[EvalQA, tyro.conf.subcommand("qa", prefix_name=False)]
         | Annotated[EvalLong, tyro.conf.subcommand("long", prefix_name=False)]
+        | Annotated[EvalLengths, tyro.conf.subcommand("lengths", prefix_name=False)]
     )
 
     @property
     def rerun(self) -> RerunOptions:
-        """Of `ralm eval qa` and `ralm eval long`; the other one has none."""
+        """Of `ralm eval qa` and `ralm eval long`; the others have none."""
         return self.task.rerun  # type: ignore[union-attr]
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""`ralm eval long`. As in `cli`, nothing heavy is imported before it runs."""
+"""`ralm eval long` and `ralm eval lengths`. As in `cli`, nothing heavy is imported before one runs."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from tyro.conf import arg
 
 from ralm_jax import processes
-from ralm_jax.cli_options import APIOptions, DeviceOptions, ReaderOptions, RerunOptions, distinct, refuse_set
+from ralm_jax.cli_options import (
+    APIOptions,
+    DeviceOptions,
+    ReaderOptions,
+    RerunOptions,
+    check_output_file,
+    distinct,
+    refuse_set,
+)
 from ralm_jax.errors import UsageError
 from ralm_jax.openai_client import is_api
 from ralm_jax.settings import GenerateSettings, LongPrompts, LongTask, MetricFamily, RougePackage, Truncation, at_least
@@ -22,6 +30,11 @@ if TYPE_CHECKING:
     from ralm_jax.tokenizer import Tokenizer
 
     Opened = tuple[Generator, Tokenizer, int]  # what answers, what cuts its prompts, and its window
+
+TOP, TOPS = 5, (5, 10, 20)
+PAPER_TASKS: tuple[LongTask, ...] = (
+    "qmsum", "qasper", "narrativeqa", "quality", "musique", "hotpotqa", "multifieldqa_en",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class LongRetrieval:
     """Encoder of questions, where it is not that of passages (Dragon, DPR)."""
     pooling: Literal["cls", "mean"] | None = None
     """How an encoder makes one vector of a text. Default: as its folder states."""
-    top: tuple[int, ...] = (5,)
-    """Chunks in the prompt, most relevant first."""
+    top: tuple[int, ...] = ()
+    """Chunks in the prompt, most relevant first. Default: 5; of `ralm eval lengths` 5, 10 and 20."""
 
     def check(self) -> None:
         """
@@ -44,7 +57,7 @@ class LongRetrieval:
             UsageError: options that would be ignored, or cannot be.
         """
         encoders = [name for name in distinct("retriever", self.retriever) if name not in ("none", "bm25")]
-        for number in distinct("top", self.top):
+        for number in self.top:
             at_least(1, top=number)
         if not encoders:
             refuse_set(self, "an encoder as --retriever", "query_encoder", "pooling")
@@ -141,9 +154,10 @@ class EvalLong:
                 ),
             ))
             for task, one, name in product(judges, opened, rankers)
-            for top in (dict.fromkeys(self.retrieval.top) if rankers[name] else (0,))
+            for top in (dict.fromkeys(self.retrieval.top or (TOP,)) if rankers[name] else (0,))
         ]  # fmt: skip
-        self.check_folders([long.cell_name(settings, name) for _, name, settings in cells])
+        names = [long.cell_name(settings, name) for _, name, settings in cells]
+        processes.once(lambda: self.check_folders(names))
         out = Path(self.out).expanduser()
         with self.api.accounting(opened[0][0]):
             for (generator, tokenizer, _), name, settings in cells:
@@ -226,3 +240,45 @@ class EvalLong:
         options["retrieval"] |= {"retriever": retriever, "top": settings.top}
         del options["rerun"], options["api"], options["reader"]["devices"]
         return options
+
+
+@dataclass(frozen=True)
+class EvalLengths:
+    """Count how long the documents of long-context tasks are, and their best chunks together, in a reader's tokens."""
+
+    tokenizer: str
+    """Whose tokens: a folder with a tokenizer, a .gguf file or a Hugging Face id."""
+    data: str
+    """Folder with the public files, or a task's file."""
+    task: tuple[LongTask, ...] = PAPER_TASKS
+    """The tasks. Default: the seven of the paper's table."""
+    retrieval: LongRetrieval = LongRetrieval()
+    csv: str | None = None
+    """Also write every length to this file."""
+    out: str | None = None
+    """Also draw how lengths are distributed, as this PNG."""
+    devices: DeviceOptions = DeviceOptions()
+
+    def run(self) -> None:
+        from eval import long_lengths
+        from eval.tasks import read_examples
+        from ralm_jax.text import write_text
+        from ralm_jax.tokenizer import load_tokenizer
+
+        for file in (self.csv, self.out):
+            check_output_file(file)
+        self.retrieval.check()
+        if len(self.retrieval.retriever) > 1:
+            raise UsageError("--retriever: name one, whose chunks are counted")
+        examples = {task: read_examples(task, self.data) for task in distinct("task", self.task)}
+        tokenizer = load_tokenizer(self.tokenizer)
+        ranker = self.retrieval.ranker(self.retrieval.retriever[0], self.devices)
+        found = [
+            long_lengths.measure(task, every, tokenizer, ranker, sorted(set(self.retrieval.top or TOPS)))
+            for task, every in examples.items()
+        ]
+        if self.csv:
+            write_text(self.csv, long_lengths.format_csv(found))
+        if self.out:
+            long_lengths.draw(self.out, found)
+        print(f"{long_lengths.format_table(found)}\n\nTokens of {self.tokenizer}, in the mean.")

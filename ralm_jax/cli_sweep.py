@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
 
 from tyro.conf import create_mutex_group
 
@@ -150,20 +150,33 @@ class Sweep:
         return Grid(models, distinct("index", self.index), strides, queries, ks)
 
 
+PAPER_PARTS: dict[str, tuple[tuple[int | str, ...], tuple[int, ...]]] = {  # what folders have: tables, figures
+    "sweep": ((1, 2, 3, 5), (1, 4, 5, 6, 7)),
+    "qa": ((4,), (1, 8)),
+    "long": ((2, 3, 4, 5, 6, "time"), ()),
+}
+
+
 @dataclass(frozen=True)
 class Paper:
-    """The paper's tables and figures, with what sweeps and answers have beside what it states."""
+    """Tables and figures of the two papers, with what sweeps and answers have beside what these state: of In-Context
+    RALM for --sweep and --qa, of Retrieval meets Long Context for --long and, figure 1, for --qa. Table 1 and figure 2
+    of the latter are made by `ralm eval lengths`."""
 
     sweep: tuple[str, ...] = ()
-    """Folders that `ralm sweep` made."""
+    """Folders that `ralm sweep` made. Tables: GPT-2 on five texts (1), LLaMA (2), small models that rerank for large
+    ones (3), GPT-Neo and GPT-J (5). Figures: perplexity by reader (1), over reader size (4), stride (5), query length
+    (6) and passages to choose from (7)."""
     qa: tuple[str, ...] = ()
-    """Folders that `ralm eval qa` made, for table 4 and figure 8."""
-    table: Annotated[Literal[1, 2, 3, 4, 5] | None, ONE_OF_PAPER] = None
-    """GPT-2 on five texts (1), LLaMA (2), small models that rerank for large ones (3), question answering (4), GPT-Neo
-    and GPT-J (5)."""
+    """Folders that `ralm eval qa` made. Table: closed and open book (4). Figures: exact match over passages in the
+    prompt (8); answers over the place of the gold passage (1)."""
+    long: tuple[str, ...] = ()
+    """Folders that `ralm eval long` made. Tables: window and retrieval (2), readers on a server beside ours (3),
+    retrievers (4), numbers of chunks (5), few-shot tasks (6), seconds an answer with and without retrieval (time)."""
+    table: Annotated[Literal[1, 2, 3, 4, 5, 6, "time"] | None, ONE_OF_PAPER] = None
+    """A table of that paper."""
     figure: Annotated[Literal[1, 4, 5, 6, 7, 8] | None, ONE_OF_PAPER] = None
-    """Perplexity by reader (1), over reader size (4), stride (5), query length (6) and passages to choose from (7);
-    exact match over passages in the prompt (8)."""
+    """A figure of that paper."""
     csv: str | None = None
     """Also write a table's numbers to this file."""
     out: str | None = None
@@ -172,11 +185,7 @@ class Paper:
     def run(self) -> None:
         from ralm_jax.text import write_text
 
-        of_answers = self.table == 4 or self.figure == 8
-        if not (self.qa if of_answers else self.sweep):
-            raise UsageError(f"--{'qa' if of_answers else 'sweep'}: name at least one")
-        if self.sweep if of_answers else self.qa:
-            raise UsageError("--qa is for table 4 and figure 8, --sweep for the others")
+        kind = self.kind()
         if (self.figure is None) != (self.out is None) or (self.figure is not None and self.csv is not None):
             raise UsageError("--figure needs --out for its PNG, and --table takes --csv")
         out = Path(self.out).with_suffix(".csv") if self.out else None
@@ -184,9 +193,9 @@ class Paper:
             raise UsageError(f"{self.out}: is for the figure's numbers; name its PNG with --out")
         for file in (self.csv, self.out):
             check_output_file(file)
-        shown = self.of_answers() if of_answers else self.of_sweeps()
+        shown = {"sweep": self.of_sweeps, "qa": self.of_answers, "long": self.of_long}[kind]()
         if self.out:
-            shown.draw(self.out)
+            cast(Callable[[str], None], shown.draw)(self.out)
             write_text(str(out), shown.csv)
             print(f"{self.out}: figure {self.figure}; its numbers are in {out}\n\n{shown.matches}")
         else:
@@ -194,10 +203,28 @@ class Paper:
             if self.csv:
                 write_text(self.csv, shown.csv)
 
+    def kind(self) -> str:
+        """What kind of folders are named.
+
+        Raises:
+            UsageError: none, several kinds, or one without this table or figure.
+        """
+        named = [kind for kind in PAPER_PARTS if getattr(self, kind)]
+        asked = f"table {self.table}" if self.table else f"figure {self.figure}"
+        having = [
+            f"--{kind}" for kind, (tables, figures) in PAPER_PARTS.items()
+            if self.table in tables or self.figure in figures
+        ]  # fmt: skip
+        if len(named) != 1 or f"--{named[0]}" not in having:
+            raise UsageError(
+                f"{asked}: name the folders that it is made from with {' or '.join(having)}, and no others"
+            )
+        return named[0]
+
     def of_sweeps(self) -> "Shown":
         from eval import paper
 
-        found, number = paper.read_sweeps(self.sweep), self.table or self.figure or 0
+        found, number = paper.read_sweeps(self.sweep), cast(int, self.table or self.figure)
         cells = paper.table_cells(number, found) if self.table else paper.figure_cells(number, found)
         table = paper.format_table(number, cells) if self.table else ""
         return Shown(
@@ -208,11 +235,25 @@ class Paper:
         from eval import paper_qa
 
         runs = paper_qa.read_runs(self.qa)
-        cells = paper_qa.table_cells(runs) if self.table else paper_qa.figure_cells(runs)
+        if self.table:
+            cells, draw = paper_qa.table_cells(runs), None
+        elif self.figure == 1:
+            cells, draw = paper_qa.lost_cells(runs), paper_qa.draw_lost
+        else:
+            cells, draw = paper_qa.figure_cells(runs), paper_qa.draw_figure
         table = paper_qa.format_table(cells) if self.table else ""
-        return Shown(
-            table, paper_qa.format_matches(cells), paper_qa.format_cells(cells), partial(paper_qa.draw_figure, cells)
-        )
+        return Shown(table, paper_qa.format_matches(cells), paper_qa.format_cells(cells), draw and partial(draw, cells))
+
+    def of_long(self) -> "Shown":
+        from eval import paper_long
+
+        found = paper_long.read_lines(self.long)
+        if self.table == "time":
+            return Shown(paper_long.format_time(found), paper_long.TIME_TOLD, paper_long.format_cells(found))
+        number = cast(int, self.table)
+        lines = paper_long.table_lines(number, found)
+        table = paper_long.format_table(number, lines)
+        return Shown(table, paper_long.format_matches(lines), paper_long.format_cells(lines))
 
 
 class Shown(NamedTuple):
@@ -221,10 +262,10 @@ class Shown(NamedTuple):
     Attributes:
         table: for a terminal; empty for a figure.
         matches: what was taken for what.
-        draw: writes a figure as PNG.
+        draw: writes a figure as PNG; None for a table.
     """
 
     table: str
     matches: str
     csv: str
-    draw: Callable[[str], None]
+    draw: Callable[[str], None] | None = None

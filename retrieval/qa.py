@@ -34,6 +34,7 @@ class Found(NamedTuple):
     Attributes:
         text: None where the file names passages without their text.
         has_answer: None where nobody has looked.
+        gold: the data say that it is the one with the answer.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Found(NamedTuple):
     title: str = ""
     text: str | None = None
     has_answer: bool | None = None
+    gold: bool = False
 
 
 class Question(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ from retrieval.qa import (
 )
 from retrieval.rows import SCROLLS, field, json_entries
 
-LISTS = ("ctxs", "contexts", "retrieved_docs")  # of passages: DPR's and Contriever's, Pyserini's, the paper's
+LISTS = (  # of passages: DPR's and Contriever's, Pyserini's, the paper's, DPR's for training
+    "ctxs", "contexts", "retrieved_docs", "positive_ctxs",
+)  # fmt: skip
 
 # --- read ---
 
@@ -34,7 +36,8 @@ def read_json(file: Path) -> Iterator[Question]:
     """Every JSON dialect: the fields say which. A list, an object by question id, or jsonl.
 
     SCROLLS has a row for each reference: those of one id are one question. The paper's file has no ids: passages of the
-    same title and text get the same number. Its strides without query and passages are left out.
+    same title and text get the same number. Its strides without query and passages are left out. Of DPR's training data
+    come the first positive passage, which is the gold one, and then the hard negatives.
 
     Raises:
         RalmError: not JSON, or a field is missing or of a wrong kind; file and line are named.
@@ -44,14 +47,12 @@ def read_json(file: Path) -> Iterator[Question]:
     for number, (where, key, entry) in enumerate(json_entries(file)):
         question = json_question(entry, where, str(number) if key is None else key)
         name = next((name for name in LISTS if name in entry), "")
-        listed = entry.get(name, [])
-        if not isinstance(listed, list):
-            raise RalmError(f"{where}: {name}: expected a list")
-        papers = name == "retrieved_docs"
-        if papers and not (listed or question.text):
+        papers, found = name == "retrieved_docs", json_passages(entry, name, where)
+        if papers and not (found or question.text):
             continue
-        ranks = enumerate(listed, start=1)
-        found = [json_found(context, f"{where}: passage {rank}", rank, joined=papers) for rank, context in ranks]
+        if name == "positive_ctxs":
+            gold = [passage._replace(gold=True) for passage in found[:1]]
+            found = gold + json_passages(entry, "hard_negative_ctxs", where)
         question = question._replace(found=tuple(numbered(found, numbers) if papers else found))
         place = question.id if entry.keys() >= SCROLLS else number
         questions[place] = join_answers(questions[place], question, where) if place in questions else question
@@ -78,18 +79,35 @@ def numbered(found: Iterable[Found], numbers: dict[tuple, str]) -> Iterator[Foun
         yield passage._replace(id=numbers.setdefault((*contents, times[contents]), str(len(numbers))))
 
 
+def json_passages(entry: dict, name: str, where: str) -> list[Found]:
+    """Those of a list of `entry`; none where it has no such list."""
+    listed = entry.get(name, [])
+    if not isinstance(listed, list):
+        raise RalmError(f"{where}: {name}: expected a list")
+    ranks, joined = enumerate(listed, start=1), name == "retrieved_docs"
+    return [json_found(context, f"{where}: passage {rank}", rank, joined=joined) for rank, context in ranks]
+
+
 def json_found(context: Any, where: str, rank: int, *, joined: bool = False) -> Found:
     """A passage of `LISTS`. Without title, the text of Pyserini's, or if `joined`, is "title\\ntext"."""
-    id = field(context, ["id", "docid"], where, default="")
+    id = field(context, ["id", "docid", "passage_id", "psg_id"], where, default="")
     title = field(context, ["title"], where, default="")
     text = None if context.get("text") is None else field(context, ["text"], where)
     if text is not None and (joined or "docid" in context) and "title" not in context:
         title, text = split_contents(text)
-    label = context.get("has_answer", context.get("hasanswer"))
-    if label is not None and not isinstance(label, bool):
-        raise RalmError(f"{where}: has_answer is {type(label).__name__}, expected true or false")
     score = context.get("score")
-    return Found(id, 1 / rank if score is None else number(score, where), title, text, label)
+    return Found(
+        id, 1 / rank if score is None else number(score, where), title, text,
+        flag(context, ["has_answer", "hasanswer"], where), flag(context, ["isgold"], where) or False,
+    )  # fmt: skip
+
+
+def flag(context: dict, names: Sequence[str], where: str) -> bool | None:
+    """The first of `names` that `context` has, true or false."""
+    value = next((context[name] for name in names if context.get(name) is not None), None)
+    if value is not None and not isinstance(value, bool):
+        raise RalmError(f"{where}: {names[0]} is {type(value).__name__}, expected true or false")
+    return value
 
 
 def number(value: Any, where: str) -> float:
@@ -161,8 +179,7 @@ def dpr_entry(question: Question, number: int, label: str) -> dict[str, Any]:
         RalmError: question or passage has no text.
     """
     contexts = (
-        passage_with_text(p, question)._asdict() | {"score": p.score} | known(label, p.has_answer)
-        for p in question.found
+        passage_with_text(p, question)._asdict() | {"score": p.score} | labels(p, label) for p in question.found
     )
     entry = own_id("id", question, number) | {"question": with_text(question), "answers": list(question.answers)}
     return entry | {"ctxs": list(contexts)}
@@ -196,7 +213,7 @@ def pyserini_lines(questions: Iterable[Question]) -> Iterator[str]:
         contexts = [
             {"docid": p.id, "score": str(p.score)}
             | known("text", None if p.text is None else join_contents(Passage(p.id, p.title, p.text)))
-            | known("has_answer", p.has_answer)
+            | labels(p, "has_answer")
             for p in question.found
         ]
         entry = {"question": with_text(question), "answers": list(question.answers), "contexts": contexts}
@@ -219,6 +236,11 @@ def msmarco_lines(questions: Iterable[Question]) -> Iterator[str]:
 
 def known(name: str, value: Any) -> dict[str, Any]:
     return {} if value is None else {name: value}
+
+
+def labels(found: Found, answer: str) -> dict[str, bool]:
+    """What is known of it, with the name of `has_answer`."""
+    return known(answer, found.has_answer) | known("isgold", found.gold or None)
 
 
 def passage_with_text(found: Found, question: Question) -> Passage:

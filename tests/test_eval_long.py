@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import json
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 

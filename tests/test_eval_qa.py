@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from eval import qa
+from eval import gold, plots, qa
 from eval.answers import judge
 from eval.prompts import PRESETS
-from eval.qa_report import format_rows, qa_rows, read_csv
+from eval.qa_report import QARow, format_csv, format_rows, qa_rows, read_csv
 from eval.retrievers import evaluate
 from ralm_jax import generate
 from ralm_jax.errors import RalmError, UsageError
@@ -97,12 +97,12 @@ class TestRun:
         made, _ = run(tmp_path / "out")
         rows = lines(tmp_path / "out")
         assert len(rows) == len({(row["question"], row["passages"]) for row in rows}) == 12
-        assert [one.key for one in made] == [(str(i), count) for count in (0, 1, 2) for i in range(4)]
+        assert [one.key for one in made] == [(str(i), count, None) for count in (0, 1, 2) for i in range(4)]
         row = next(row for row in rows if (row["question"], row["passages"]) == ("1", 2))
         assert row == {
-            "question": "1", "passages": 2, "given": 2, "prompt_tokens": row["prompt_tokens"], "cut": 0,
-            "prompt_sha256": row["prompt_sha256"], "new_tokens": 2, "finish": "stop", "text": " Rome", "answer": "Rome",
-            "em": True, "f1": 1.0, "rouge_l": 1.0, "contains": True, "has_answer": True,
+            "question": "1", "passages": 2, "gold_at": None, "given": 2, "prompt_sha256": row["prompt_sha256"],
+            "prompt_tokens": row["prompt_tokens"], "cut": 0, "new_tokens": 2, "finish": "stop", "text": " Rome",
+            "answer": "Rome", "em": True, "f1": 1.0, "rouge_l": 1.0, "contains": True, "has_answer": True,
         }  # fmt: skip
         import hashlib
 
@@ -325,6 +325,124 @@ class TestPassages:
         assert caplog.messages == ["1 of 5 questions have no answers and are left out"]
 
 
+def marked(*others, country="Peru"):
+    """A question about `country`, with its gold passage after `others`."""
+    (question,) = (one for one in questions(()) if country in one.text)
+    return question._replace(found=(*found(*others), found(country)[0]._replace(gold=True)))
+
+
+def at_places(out, asked, passages=4, places=(1, 2, 4), **options):
+    reader = options.pop("reader", None) or Lookup()
+    made = qa.answer_questions(
+        gold.with_gold(asked, passages), [passages], reader, PRESETS["ram2023"], str(out), gold_at=places,
+        **{"settings": PRESETS["ram2023"].settings, "made_with": {}, "about": {}, "progress": False} | options,
+    )  # fmt: skip
+    return made, reader
+
+
+class TestGold:
+    OTHERS = ("Spain", "France", "Italy")
+
+    @pytest.mark.parametrize(
+        ("gold_at", "order"),
+        [
+            (1, ("Peru", "Spain", "France", "Italy")),
+            (2, ("Spain", "Peru", "France", "Italy")),
+            (3, ("Spain", "France", "Peru", "Italy")),
+            (4, ("Spain", "France", "Italy", "Peru")),
+        ],
+    )
+    def test_order(self, tmp_path, gold_at, order):
+        (made,), reader = at_places(tmp_path / "out", [marked(*self.OTHERS)], places=(gold_at,))
+        assert reader.asked == [PRESETS["ram2023"].prompt(marked().text, found(*order))]
+        assert (made.key, made.given, made.has_answer, made.em) == (("3", 4, gold_at), 4, True, True)
+
+    def test_the_best_distractors_without_an_answer(self):
+        """No second gold passage, none of the gold one's text or id, none with an answer."""
+        (first,), (spain, france, italy) = marked().found, found(*self.OTHERS)
+        answer, second = Found("1", 9.0, "", "Quinoa"), Found("2", 1.0, "", "as well", gold=True)
+        same = first._replace(id="3", gold=False), first._replace(text="something else", gold=False)
+        listed = (answer, spain, *same, first, second, france, italy)
+        (question,) = gold.with_gold([marked()._replace(answers=("quinoa",), found=listed)], 4)
+        assert question.found == tuple(one._replace(has_answer=False) for one in (first, spain, france, italy))
+
+    def test_passages_without_ids_are_not_the_same(self):
+        asked = [q._replace(found=tuple(one._replace(id="") for one in q.found)) for q in [marked(*self.OTHERS)]]
+        assert len(gold.with_gold(asked, 4)[0].found) == 4
+
+    def test_a_resumed_run_adds_places(self, tmp_path):
+        asked = [marked(*self.OTHERS), marked(*self.OTHERS[:2], country="Italy")]
+        first, reader = at_places(tmp_path / "out", asked, 3, (1, 3))
+        assert len(reader.asked) == 4
+        made, reader = at_places(tmp_path / "out", asked, 3, (1, 2, 3), if_exists="resume")
+        assert len(reader.asked) == 2
+        assert [one.key for one in made] == [(id, 3, at) for at in (1, 2, 3) for id in ("3", "1")]
+        assert [one for one in made if one.gold_at != 2] == first
+        assert at_places(tmp_path / "out", asked, 3, (1, 2, 3), if_exists="resume")[1].asked == []
+        assert len(lines(tmp_path / "out")) == 6
+
+    def test_few_distractors(self, tmp_path):
+        asked = [marked(*self.OTHERS), marked("Spain", country="Italy")]
+        made, reader = at_places(tmp_path / "out", asked)
+        assert PRESETS["ram2023"].prompt(asked[1].text, found("Spain", "Italy")) in reader.asked
+        rows = qa_rows(made)
+        assert [(row.gold_at, row.passages, row.short) for row in rows] == [(1, 4, 1), (2, 4, 1), (4, 4, 1)]
+        assert format_rows(rows).splitlines()[4:] == ["1 of 2 questions have fewer than 4 passages in the prompt."]
+
+    def test_questions_without_one_are_left_out(self, caplog):
+        (question,) = gold.with_gold([*questions(), marked("Spain")._replace(id="x")], 2)
+        assert question.id == "x"
+        assert caplog.messages == ["4 of 5 questions have no gold passage and are left out"]
+
+    @pytest.mark.parametrize(
+        ("asked", "error", "message"),
+        [
+            (questions(), UsageError, "--gold-at: no question has a gold passage; mark one of its ctxs in --data"),
+            ([marked("Spain")], UsageError, "--passages 3: no question has more than 1 distractors; ask for fewer"),
+            (
+                [marked("Spain")._replace(found=(Found("d1", 1.0, gold=True),))],
+                RalmError,
+                "passage d1 of question 3 has no text",
+            ),
+        ],
+    )
+    def test_refusals(self, asked, error, message):
+        with pytest.raises(error, match=message):
+            gold.with_gold(asked, 3)
+
+    def test_csv(self, tmp_path):
+        rows = [QARow(4, place, 2, 0.5, None, None, 0.5, None, 9.5, 0, 0, 1) for place in (1, None)]
+        (tmp_path / "qa.csv").write_text(format_csv(rows))
+        assert read_csv(tmp_path / "qa.csv") == rows
+
+    @pytest.fixture
+    def index(self, tmp_path):
+        """Passages about a country, the first ones with the answer."""
+        texts = [f"Peru Lima {'Peru ' * (20 - n)}{n}" for n in range(10)] + [
+            f"Peru {'and so on ' * n}" for n in range(10, 19)
+        ]
+        made = [Passage(str(i), "", text) for i, text in enumerate(texts)]
+        return build_index(iter(made), str(tmp_path / "index"), progress=False)
+
+    def test_hits_are_distractors(self, index, monkeypatch):
+        """The question's own first passage is gold; answers push the hits down, so that the search goes deeper."""
+        searches, search = [], gold.search_questions
+        monkeypatch.setattr(
+            gold, "search_questions",
+            lambda index, asked, k, **kept: searches.append((len(asked), k)) or search(index, asked, k, **kept),
+        )  # fmt: skip
+        deep = Question("deep", "Peru", ("Lima",), found("Peru", "Italy"))
+        shallow = Question("shallow", "Peru", ("nobody",), (Found("0", 1.0, "", "mine"), *found("Italy")))
+        made = gold.with_gold([deep, shallow], 2, index, progress=False)
+        assert searches == [(2, 8), (1, 19)]
+        assert [one.id for one in made[0].found] == ["Peru", "10"]
+        assert [one.id for one in made[1].found] == ["0", "1"]
+        everything = gold.with_gold([deep], 10, index, progress=False)[0]
+        assert [one.has_answer for one in everything.found] == [True] + [False] * 9
+        with pytest.raises(UsageError, match="no question has more than 9 distractors; ask for fewer, or name another"):
+            gold.with_gold([deep], 11, index, progress=False)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with questions, an index, and a reader for whatever model is named; the current one."""
@@ -336,6 +454,7 @@ def place(tmp_path, monkeypatch):
     Path("corpus.jsonl").write_text(
         "".join(json.dumps({"_id": k, "title": k, "text": f"{k}: {v}"}) + "\n" for k, v in CAPITALS.items())
     )
+    Path("long.jsonl").write_text(Path("corpus.jsonl").read_text().replace('"text": "', '"text": "the capital of '))
     ralm("index", "--corpus", "corpus.jsonl", "--out", "words")
     readers = []
 
@@ -416,6 +535,33 @@ class TestCommand:
         assert [row.em for row in read_csv(Path("out/qa.csv"))] == [2 / 4]
         assert not Path("out/qa.png").exists()
 
+    def test_places_of_the_gold_passage(self, place, capsys):
+        ralm("index", "--corpus", "long.jsonl", "--out", "long")
+        command = [*QA, "--data", "dpr.json", "--index", "long", "--passages", "3", "--gold-at"]
+        capsys.readouterr()
+        ralm(*command, "3,1", "--limit-questions", "2")
+        assert capsys.readouterr().out == (
+            "passages  gold at  questions      EM      F1  ROUGE-L  contains  has answer  prompt tokens  cut\n"
+            "       3        1          2  100.0%  100.0%   100.0%    100.0%       50.0%           30.0    0\n"
+            "       3        3          2  100.0%  100.0%   100.0%    100.0%       50.0%           30.0    0\n"
+            "\nPredictions and figures are in out.\n"
+        )
+        assert imread("out/qa.png").shape[:2] == (600, 900)
+        ralm(*command, "1,2,3", "--limit-questions", "2", "--resume")
+        assert [len(reader.asked) for _, _, reader in place] == [4, 2]
+        rows = read_csv(Path("out/qa.csv"))
+        assert [(row.passages, row.gold_at, row.contains) for row in rows] == [(3, at, 1) for at in (1, 2, 3)]
+
+    def test_what_is_drawn_over_places(self, place, monkeypatch):
+        drawn = []
+        monkeypatch.setattr(plots, "draw_curves", lambda *args, **options: drawn.append((*args, options)))
+        ralm("index", "--corpus", "long.jsonl", "--out", "long")
+        ralm(*QA, "--data", "dpr.json", "--index", "long", "--passages", "2", "--gold-at", "1,2")
+        _, curves, *labels, options = drawn[0]
+        assert curves == {"ram2023": [(1, 50), (2, 50)]}
+        assert labels == ["place of the gold passage", "answers that contain the gold answer (%)", "m on dpr.json"]
+        assert options == {"whole": True}
+
     def test_a_data_set_by_name(self, place):
         Path("nq").mkdir()
         Path("nq/NQ-open.dev.jsonl").write_text(Path("qa.jsonl").read_text())
@@ -436,6 +582,23 @@ class TestCommand:
             (["--data", "qa.jsonl", "--index", "words", "--passages", "1,9"], 2, "--passages 9: words has 4 passages"),
             (["--data", "qa.jsonl", "--passages", "-1"], 2, "--passages -1: expected numbers from 0"),
             (["--data", "qa.jsonl", "--passages", "0,,1"], 2, "--passages 0,,1: expected numbers from 0"),
+            (
+                ["--data", "dpr.json", "--gold-at", "1"],
+                2,
+                "--gold-at: needs a single number of --passages, from 1, not 0,1,2",
+            ),
+            (["--data", "dpr.json", "--gold-at", "1", "--passages", "0"], 2, "--gold-at: needs a single number of"),
+            (
+                ["--data", "dpr.json", "--gold-at", "1,4", "--passages", "3"],
+                2,
+                "--gold-at 4: there are --passages 3; name places from 1 to these",
+            ),
+            (["--data", "dpr.json", "--gold-at", "0", "--passages", "3"], 2, "--gold-at 0: expected numbers from 1"),
+            (
+                ["--data", "dpr.json", "--gold-at", "1", "--passages", "1"],
+                2,
+                "--gold-at: no question has a gold passage",
+            ),
             (
                 ["--data", "qa.jsonl", "--passages", "0", "--split", "train"],
                 2,

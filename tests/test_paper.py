@@ -296,7 +296,7 @@ class TestRefusals:
         ("options", "message"),
         [
             (["--table", "1", "--sweep", "nowhere"], "nowhere: no sweep tables there"),
-            (["--table", "1", "--sweep"], "--sweep: name at least one"),
+            (["--table", "1", "--sweep"], "table 1: name the folders that it is made from with --sweep, and no others"),
             (["--table", "1", "--sweep", "begun"], "begun: has no sweep.csv; let `ralm sweep` come to its end"),
             (["--figure", "5", "--sweep", "out"], "--figure needs --out for its PNG, and --table takes --csv"),
             (["--table", "1", "--sweep", "out", "--out", "f.png"], "--figure needs --out"),

@@ -1,4 +1,4 @@
-"""Table 4 and figure 8 of the paper: its values, what is taken for its readers and data, and what is refused."""
+"""Table 4, figure 8 and Lost in the Middle: the paper's values, what counts as its readers and data, and refusals."""
 
 import csv
 import io
@@ -13,12 +13,12 @@ from eval import paper_qa
 from eval.paper_qa import VALUES
 from eval.qa import KIND
 from eval.qa_report import QARow, format_csv
-from ralm_jax.errors import RalmError
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.models import SIZES
 from ralm_jax.storage import Folder
 from tests.test_cli import ralm, refused
 
-ROW = QARow(0, 200, 0.1, 0.2, None, 0.3, None, 20.5, 0, 0, 0)
+ROW = QARow(0, None, 200, 0.1, 0.2, None, 0.3, None, 20.5, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(name, ems, size="llama-7b", *, index="to/words", model="m", limit=None, **asked):
-    """What `ralm eval qa` leaves, without predictions: exact match by number of passages."""
+def write(name, ems, size="llama-7b", *, places=None, index="to/words", model="m", limit=None, **asked):
+    """What `ralm eval qa` leaves, without predictions: exact match by number of passages; or containment by `places` of
+    the gold one among 5."""
     config = SIZES[size].to_hf() if size else None
     folder = Folder.create(name, KIND, {"reader": {"config": config} if config else {}}, "overwrite")
     folder.manifest["about"] = {
@@ -35,7 +36,9 @@ def write(name, ems, size="llama-7b", *, index="to/words", model="m", limit=None
         "questions": {"data": None, "dataset": "nq", "split": "test"} | asked,
     }  # fmt: skip
     folder.write_manifest()
-    Path(name, "qa.csv").write_text(format_csv([replace(ROW, passages=n, em=em) for n, em in ems.items()]))
+    rows = [replace(ROW, passages=n, em=em) for n, em in ems.items()]
+    rows += [replace(ROW, passages=5, gold_at=at, contains=share) for at, share in (places or {}).items()]
+    Path(name, "qa.csv").write_text(format_csv(rows))
     return name
 
 
@@ -137,19 +140,64 @@ class TestFigure:
         assert [float(row["ours"]) for row in rows] == pytest.approx([10, 20, 30, 10, 20, 40, 50])
 
 
+class TestLost:
+    def test_a_line_for_each_folder(self, monkeypatch, capsys):
+        drawn, draw = [], paper_qa.draw
+        monkeypatch.setattr(paper_qa, "draw", lambda *args: (drawn.append(args), draw(*args)))
+        write("one", {}, places={1: 0.5, 3: 0.25, 5: 0.75})
+        write("two", {}, size=None, model="server", places={1: 0.5}, dataset=None, data="a/b.jsonl")
+        capsys.readouterr()
+        ralm("paper", "--figure", "1", "--qa", "one", "two", "--out", "f.png")
+        ((_, lines, title),) = drawn
+        assert {name: [(row.gold_at, row.contains) for row in rows] for name, rows in lines.items()} == {
+            "LLaMA-7B, NQ": [(1, 0.5), (3, 0.25), (5, 0.75)],
+            "server, b.jsonl": [(1, 0.5)],
+        }
+        assert title == "lost in the middle"
+        assert imread("f.png").shape[:2] == (600, 900)
+        rows = list(csv.DictReader(io.StringIO(Path("f.csv").read_text())))
+        assert [(row["metric"], row["ours"], row["gold_at"]) for row in rows] == [
+            ("contains", "50.0", "1"), ("contains", "25.0", "3"), ("contains", "75.0", "5"), ("contains", "50.0", "1"),
+        ]  # fmt: skip
+        assert capsys.readouterr().out.splitlines()[2] == (
+            "m in one has 5 passages, one of them gold, the others of words, asked as ram2023 (Lost in the Middle 10, "
+            "20 or 30, the others of Contriever, as liu2023)."
+        )
+
+    @pytest.mark.parametrize(
+        ("show", "names", "message"),
+        [
+            ("lost_cells", ["moved", "out"], "out: was made without --gold-at, which figure 1 is of; leave it out"),
+            ("lost_cells", ["still"], "figure 1: needs answers with several places of --gold-at; these have one"),
+            ("table_cells", ["out", "moved"], "moved: was made with --gold-at, which table 4 is not of; leave it out"),
+            ("figure_cells", ["moved"], "moved: was made with --gold-at, which figure 8 is not of; leave it out"),
+        ],
+    )
+    def test_refusals(self, show, names, message):
+        write("moved", {}, places={1: 0.5, 2: 0.5})
+        write("still", {}, places={1: 0.5})
+        write("out", {0: 0.5, 1: 0.5})
+        with pytest.raises(UsageError, match=message):
+            getattr(paper_qa, show)(paper_qa.read_runs(names))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--table", "4"], "--qa: name at least one"),
-        (["--table", "4", "--sweep", "out"], "--qa: name at least one"),
-        (["--table", "4", "--qa", "out", "--sweep", "out"], "--qa is for table 4 and figure 8, --sweep for the others"),
-        (["--table", "1", "--qa", "out", "--sweep", "out"], "--qa is for table 4 and figure 8, --sweep for the others"),
+        (["--table", "4"], "table 4: name the folders that it is made from with --qa or --long, and no others"),
+        (["--table", "4", "--sweep", "out"], "table 4: name the folders that it is made from with --qa or --long"),
+        (["--table", "4", "--qa", "out", "--sweep", "out"], "table 4: name the folders that it is made from with --qa"),
+        (["--table", "1", "--qa", "out"], "table 1: name the folders that it is made from with --sweep, and no others"),
         (["--table", "4", "--qa", "nowhere"], "nowhere: no answers there"),
         (["--table", "4", "--qa", "begun"], "begun: has no qa.csv; let `ralm eval qa` come to its end"),
         (["--figure", "8", "--qa", "out"], "--figure needs --out for its PNG"),
         (
             ["--figure", "8", "--qa", "out", "--out", "f.png"],
             "figure 8: needs answers with several numbers of --passages",
+        ),
+        (
+            ["--figure", "1", "--qa", "out", "--out", "f.png"],
+            "out: was made without --gold-at, which figure 1 is of; leave it out",
         ),
     ],
 )

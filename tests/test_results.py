@@ -16,7 +16,7 @@ from retrieval.results import DIALECTS, join_passages, join_questions, read_ques
 from tests.test_corpus import LONGBENCH, SCROLLS, rows, write, zero_scrolls
 
 TEXT = 'a "quoted"\ttab\nand line\u2028, 日本語'
-FOUND = (Found("7", 12.25, "T one", TEXT, True), Found("wiki:9", 1 / 3, "", "two\nlines", False))
+FOUND = (Found("7", 12.25, "T one", TEXT, True, gold=True), Found("wiki:9", 1 / 3, "", "two\nlines", False))
 QUESTIONS = [
     Question("0", "who\u2028asks?", ("Röntgen", 'Cassini\'s "gap"'), FOUND),
     Question("q2", 'is "it"?', ("yes",), (Found("7", -1.0, "T one", TEXT, False),)),
@@ -116,6 +116,20 @@ class TestAsOthersWriteThem:
     def test_gold_contexts_without_ids_and_scores(self, tmp_path):
         content = rows({"question": "q", "answers": ["a"], "ctxs": [{"title": "T", "text": "x", "hasanswer": True}]})
         assert self.found(tmp_path, content)[0].found == (Found("", 1, "T", "x", True),)
+
+    def test_dpr_for_training(self, tmp_path):
+        """The first positive passage is gold, and the hard negatives follow; ids are NQ's or TriviaQA's."""
+        gold, other = {"title": "T", "text": "x", "score": 1000, "passage_id": "1"}, {"text": "y", "psg_id": "2"}
+        entry = {"dataset": "nq", "question": "q", "answers": ["a"], "negative_ctxs": [{"text": "far"}]}
+        full = entry | {"positive_ctxs": [gold, other], "hard_negative_ctxs": [other | {"psg_id": 3}]}
+        found = self.found(tmp_path, json.dumps([full, entry | {"positive_ctxs": []}], indent=4))
+        assert [q.found for q in found] == [(Found("1", 1000, "T", "x", gold=True), Found("3", 1, "", "y")), ()]
+
+    def test_gold_as_in_lost_in_the_middle(self, tmp_path):
+        contexts = [{"id": "1", "text": "x", "hasanswer": False, "isgold": False, "original_retrieval_index": 0},
+                    {"id": "2", "text": "y", "hasanswer": True, "isgold": True}]  # fmt: skip
+        (question,) = self.found(tmp_path, rows({"question": "q", "answers": ["a"], "ctxs": contexts}))
+        assert [one.gold for one in question.found] == [False, True]
 
     def test_longbench(self, tmp_path):
         question = Question(
@@ -274,6 +288,8 @@ class TestRefusals:
             ('[{"question": "q", "ctxs": [{"score": "high"}]}]', r"file:1: passage 1: score 'high' is not a finite"),
             ('[{"question": "q", "ctxs": [{"score": NaN}]}]', r"passage 1: score nan is not a finite number"),
             ('[{"question": "q", "ctxs": [{"has_answer": "no"}]}]', r"passage 1: has_answer is str"),
+            ('[{"question": "q", "ctxs": [{"isgold": 1}]}]', r"passage 1: isgold is int, expected true or false"),
+            ('[{"question": "q", "positive_ctxs": {}}]', r"file:1: positive_ctxs: expected a list"),
             ('{"Data": [\n{"Question": "q"},\n{"Answer": {}}]}', r"file:3: field 'question' or"),
             ('{"Data": {"Question": "q"}, "Version": 1}', "field 'question' or 'text' or"),
             ('{"Data": []}', "no questions in it"),
@@ -347,7 +363,7 @@ class TestRefusals:
 def test_texts_join_a_run():
     texts = [Passage("7", "T one", TEXT), Passage("wiki:9", "", "two\nlines"), Passage("8", "", "")]
     full = join_passages(join_questions(runs(), QUESTIONS), texts)
-    unmarked = [q._replace(found=tuple(p._replace(has_answer=None) for p in q.found)) for q in QUESTIONS]
+    unmarked = [q._replace(found=tuple(p._replace(has_answer=None, gold=False) for p in q.found)) for q in QUESTIONS]
     assert full == unmarked[:2]
     with pytest.raises(RalmError, match="1 questions are not in the file of questions, q2 the first"):
         join_questions(runs(), QUESTIONS[:1])
