@@ -13,6 +13,7 @@ from ralm_jax.errors import UsageError
 from ralm_jax.settings import GenerateSettings, QuerySettings, RerankSettings, at_least
 
 if TYPE_CHECKING:
+    from ralm_jax.generate.generator import Generator
     from ralm_jax.generate.local import LocalGenerator
     from retrieval.generation import PassageFinder
     from retrieval.retriever import Retriever
@@ -77,6 +78,8 @@ class Generate:
     """A jsonl file of rows {"prompt"}."""
     index: str | None = None
     """Folder that `ralm index` made, any Lucene index, or lucene:NAME. Default: no retrieval."""
+    chat: bool = False
+    """A prompt is a user's message, in the chat template of the reader's tokenizer; without --index."""
     window: int | None = None
     """Tokens that passage, prompt and text may have together; the prompt loses tokens at its start. Default: the
     reader's positions."""
@@ -99,6 +102,8 @@ class Generate:
             refuse_set(self, "--index", "attribution", "compare")
             if self.retrieval != RetrievalOptions():
                 raise UsageError("--stride, --strategy and the other options of retrieval are for --index")
+        elif self.chat:
+            raise UsageError("--chat: is not for --index, whose passages stand in front of all that the reader reads")
         check_output_file(self.json)
         prompts = read_field(self.prompts, "prompt") if self.prompts else [encodable(self.prompt or "", "--prompt")]
         shown = self.prompt is not None and self.json is None and self.attribution != "json"
@@ -119,14 +124,29 @@ class Generate:
     def plain(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
         """The row of each prompt, in their order, as soon as it and those before it are finished."""
         generator, waiting, following, cut = self.reader.generator(self.model, self.window, self.api), {}, 0, 0
+        asked = self.messages(prompts, generator) if self.chat else prompts
         with self.api.accounting(generator):
-            for place, generation in generator.generate(prompts, self.settings, tell=tell):
+            for place, generation in generator.generate(asked, self.settings, tell=tell):
                 waiting[place], cut = generation, cut + (generation.cut > 0)
                 while following in waiting:
                     yield {"prompt": prompts[following]} | waiting.pop(following)._asdict(), ""
                     following += 1
         if cut:
             log.warning('%d prompts were too long and lost tokens at their start ("cut")', cut)
+
+    def messages(self, prompts: list[str], generator: "Generator") -> list[str]:
+        """Prompts as messages of a user, up to the answer.
+
+        Raises:
+            UsageError: the reader is a server's, or its tokenizer has no chat template.
+        """
+        from ralm_jax.chat import around
+        from ralm_jax.generate.local import LocalGenerator
+
+        if not isinstance(generator, LocalGenerator):
+            raise UsageError("--chat is for a reader on this machine; name a server's as openai-chat:NAME")
+        before, behind = around(generator.tokenizer)
+        return [before + prompt + behind for prompt in prompts]
 
     def attributed(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:
         """The row of each prompt and its attribution in words, a batch after the other."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -45,6 +46,18 @@ class TestText:
         drawn = ["--prompt", PROMPT, "--temperature", 1.0, "--top-p", 0.95]
         first, again, other = (rows(place, *drawn, "--seed", seed)[0]["text"] for seed in (0, 0, 1))
         assert first == again != other
+
+    def test_a_chat(self, place):
+        """The prompt is a message in the template of the tokenizer."""
+        talker = place / "talker"
+        if not talker.exists():
+            shutil.copytree(place / "model", talker)
+            (talker / "chat_template.jinja").write_text(
+                "la {{ messages[0].content }}{% if add_generation_prompt %} so{% endif %}"
+            )
+        (row,) = rows(place, "--prompt", PROMPT, "--model", talker, "--chat")
+        (whole,) = rows(place, "--prompt", f"la {PROMPT} so")
+        assert row == whole | {"prompt": PROMPT}
 
     def test_a_prompt_that_is_too_long_is_cut_and_told(self, place, caplog):
         (row,) = rows(place, "--prompt", tiny.text(100), "--window", 60)
@@ -107,6 +120,8 @@ class TestRetrieval:
         (["--stop", ""], "what follows is empty"),
         (["--json", "nowhere/out.jsonl"], "the folder nowhere does not exist"),
         (["--concurrency", "3"], "for a server's model"),
+        (["--chat"], "has no chat template"),
+        (["--chat", "--index", "INDEX"], "--chat: is not for --index"),
     ],
 )
 def test_refused(place, capsys, args, message):

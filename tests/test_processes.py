@@ -1,6 +1,7 @@
 """Several processes: what each does, and commands run by two of them, as on two hosts, with four CPU devices each."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -30,6 +31,7 @@ from retrieval.ranking_table import open_ranking
 from retrieval.table import open_retrieval
 from tests import tiny
 from tests.test_cli import ralm
+from tests.test_tasks import longbench, write
 
 LIMIT = 400  # seconds that a command may take; two processes share what one has
 ROOT = Path(__file__).parents[1]
@@ -172,6 +174,16 @@ def errors(said):
     return [line for _, error in said for line in error.splitlines() if "error:" in line]
 
 
+def assert_same_lines(*files, besides=()):
+    """The rows of jsonl files, in any order."""
+    one, two = (
+        sorted(json.dumps({name: value for name, value in json.loads(line).items() if name not in besides})
+               for line in Path(file).read_text().splitlines())
+        for file in files
+    )  # fmt: skip
+    assert one == two
+
+
 SIZES = ("--window", "64", "--stride", "16", "--k", "3")
 
 
@@ -295,6 +307,28 @@ class TestTwo:
         ralm(*command)
         alone = capsys.readouterr().out
         assert [out for out, _ in finish(start(*command))] == [alone, ""]
+
+    def test_questions_are_answered(self, place):
+        rows = [{"question": f"{word}?", "answer": [word]} for word in tiny.WORDS[:5]]
+        write(place / "questions.jsonl", *rows)
+        command = ("eval", "qa", "--model", "reader", "--data", "questions.jsonl", "--index", "index", "--passages",
+                   "0,1", "--max-new-tokens", 4)  # fmt: skip
+        ralm(*command, "--out", "answers one")
+        finish(start(*command, "--out", "answers two"))
+        assert_same_lines("answers one/predictions.jsonl", "answers two/predictions.jsonl")
+        assert (place / "answers two/qa.csv").read_text() == (place / "answers one/qa.csv").read_text()
+
+    def test_long_documents(self, place):
+        write(place / "data/hotpotqa.jsonl", *(longbench(word, input=f"{word}?", context=tiny.text(700, i))
+                                               for i, word in enumerate(tiny.WORDS[:3])))  # fmt: skip
+        command = ("eval", "long", "--task", "hotpotqa", "--model", "reader", "--data", "data", "--window", 100, 200,
+                   "--retriever", "none", "encoder", "--top", 1, "--max-new-tokens", 4)  # fmt: skip
+        ralm(*command, "--out", "long one")
+        finish(start(*command, "--out", "long two"))
+        for cell in ("100-none", "200-none", "100-encoder-1", "200-encoder-1"):
+            files = [f"{out}/hotpotqa-{cell}/predictions.jsonl" for out in ("long one", "long two")]
+            assert_same_lines(*files, besides=("seconds", "retrieval_seconds"))
+        assert len((place / "long two/long.csv").read_text().splitlines()) == 5
 
     def test_all_in_one_go(self, place):
         command = ("lm", "--model", "reader", "--text", "text.txt", "--corpus", "corpus.jsonl", *SIZES)
