@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,6 +40,11 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
+@functools.lru_cache
+def compiled(template: str) -> Template:
+    return environment().from_string(template)
+
+
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> str:
     """`messages` as the text that a model reads, without the BOS that `tokenizer` puts in front itself.
 
@@ -55,8 +60,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> s
         raise UsageError(f"{tokenizer.origin}: has no chat template; name a model that was tuned for chats")
     names = dict(tokenizer.named_tokens)
     try:
-        template = environment().from_string(tokenizer.chat_template)
-        text = template.render(messages=list(messages), add_generation_prompt=ask, **names)
+        text = compiled(tokenizer.chat_template).render(messages=list(messages), add_generation_prompt=ask, **names)
     except (TemplateError, TypeError, KeyError, AttributeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise RalmError(f"{tokenizer.origin}: the chat template does not take messages of {roles} ({error})") from None

@@ -129,7 +129,7 @@ class Reranker:
 
 @dataclass(frozen=True)
 class Documents:
-    """What a reader learns from. No window has text of two documents."""
+    """What a reader learns from."""
 
     text: tuple[str, ...] = ()
     """Files that are one long document each: plain text, or jsonl rows that are joined, compressed (gzip, zstd) or
@@ -195,7 +195,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Instruct:
-    """Tune a reader to answer: "System: …", context, "User: …", "Assistant: …", of which it learns the answers."""
+    """Tune a reader to answer: of conversations it learns the answers."""
 
     model: str
     """The reader: a folder, a .gguf file or a Hugging Face id."""
@@ -205,7 +205,7 @@ class Instruct:
     out: str
     """Folder for checkpoints, metrics.csv, and the reader in `model`."""
     weights: tuple[float, ...] = ()
-    """How much of the blend each file of --data is. Default: as many as it has rows."""
+    """How much of the blend's windows each file of --data has. Default: as many as it fills."""
     instruct: InstructSettings = InstructSettings()
     training: ReaderTrainSettings = ReaderTrainSettings()
     reader: TunedReader = TunedReader()

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from ralm_jax.attention import Past, attend
+from ralm_jax.attention import Past, Valid, attend
 from ralm_jax.config import ModelConfig
 from ralm_jax.errors import UsageError
 from ralm_jax.rope import token_positions
@@ -186,7 +186,8 @@ class RMSNorm(nnx.Module):
 
 
 class Positions(nnx.Module):
-    """Learned positions: a vector for every place, counted from a sequence's first real token."""
+    """Learned positions: a vector for every place, counted from the first real token of a sequence or
+    document."""
 
     def __init__(self, count: int, features: int, *, offset: int = 0, rngs: nnx.Rngs, dtype: DTypeLike):
         """`offset` rows stand before that of the first place, as OPT and RoBERTa store it."""
@@ -194,7 +195,7 @@ class Positions(nnx.Module):
         self.table = parameter(rngs, (offset + count, features), ("position", "embed"), dtype)
 
     def __call__(
-        self, valid: Bool[Array, "B T"] | None, shape: tuple[int, ...], begin: Int[Array, "B 1"] | None = None
+        self, valid: Valid | None, shape: tuple[int, ...], begin: Int[Array, "B 1"] | None = None
     ) -> Float[Array, "B T D"]:
         """As `token_positions`.
 
@@ -233,7 +234,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        valid: Bool[Array, "B T"] | None = None,
+        valid: Valid | None = None,
         rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
         window: Int[Array, ""] | None = None,
         *,

@@ -43,14 +43,18 @@ def rotate_interleaved(
 
 def token_positions(valid: Array | None, shape: tuple[int, ...], begin: Array | None = None) -> jax.Array:
     """The position of every token of a batch, counted from its first real one, so that padding on either side
-    changes nothing.
+    changes nothing, or from the first of its document.
 
     Args:
-        valid: (B, T) marks real tokens; None means that all are.
+        valid: (B, T) marks real tokens; None means that all are. Integers number documents, each in one run.
         begin: (B, 1) tokens that came before.
     """
+    places = jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape)
     if valid is None:
-        positions = jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape)
-    else:
+        positions = places
+    elif valid.dtype == bool:
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    else:
+        begins = jnp.pad(valid[:, 1:] != valid[:, :-1], ((0, 0), (1, 0)))
+        positions = places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
     return positions if begin is None else positions + begin

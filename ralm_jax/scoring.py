@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from ralm_jax import processes
+from ralm_jax.attention import Valid
 from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.model import matmul_precision
 from ralm_jax.reader import Reader
@@ -47,15 +48,16 @@ def label_log_probs(
     positions: Int[Array, "B R"],
     labels: Int[Array, "B R"],
     rows: int,
+    valid: Valid | None = None,
 ) -> Float[Array, "B R"]:
     """Float32 log-probabilities of `labels`, each predicted by the hidden state at its position.
 
     The positions are gathered before the vocabulary projection, and `rows` of them are projected at a time, so that
-    logits which nobody reads are never formed.
+    logits which nobody reads are never formed. `valid` as for `ralm_jax.attention.attend`.
     """
     with matmul_precision(jax.tree.leaves(state)[0].dtype):
         model = nnx.merge(graphdef, state)
-        hidden = jnp.take_along_axis(model.hidden(tokens), positions[:, :, None], axis=1)
+        hidden = jnp.take_along_axis(model.hidden(tokens, valid), positions[:, :, None], axis=1)
 
         def block_log_probs(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             block_hidden, block_labels = block

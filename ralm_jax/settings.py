@@ -28,6 +28,7 @@ Split = Literal["test", "validation", "train"]
 RerankerLoss = Literal["marginal", "kl"]
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 Decay = Literal["linear", "cosine", "constant"]
+Template = Literal["xu2023", "chat"]
 PREFIX_TOKENS = 128  # that a reranker reads
 
 
@@ -245,10 +246,12 @@ class ContextSettings:
     """Times the window that the reader has; 1 tunes it as it is."""
     again: bool = False
     """Extend a reader whose positions are interpolated already: factors multiply."""
+    pack: bool = True
+    """Several documents share a window and do not see each other; otherwise each has windows of its own."""
     held_out: float = 0.05
-    """Share of the windows, the last ones, that only evaluate."""
+    """Share of the documents, cut into windows, that comes last and only evaluates."""
     held_out_limit: int = 64
-    """At most so many of these, evenly spread, are evaluated on."""
+    """At most so many of these windows, evenly spread, are evaluated on."""
 
     def __post_init__(self) -> None:
         at_least(1, factor=self.factor, held_out_limit=self.held_out_limit)
@@ -261,7 +264,12 @@ class InstructSettings:
     """What a reader learns answers from."""
 
     window: int | None = None
-    """Tokens that a conversation may have; longer ones are left out, and counted. Default: the reader's positions."""
+    """Tokens a window; conversations that are longer are left out, and counted. Default: the reader's positions."""
+    pack: bool = True
+    """Several conversations share a window and do not see each other; otherwise each has a window of its own."""
+    template: Template = "xu2023"
+    """What the reader reads. xu2023: "System: …", context, "User: …", "Assistant: …". chat: the chat template of its
+    tokenizer, with the context in front of the first question."""
     held_out: float = 0.05
     """Share of each file, its last rows, that only evaluates."""
 

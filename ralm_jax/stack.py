@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from ralm_jax.attention import Valid
 from ralm_jax.config import ReaderConfig
 from ralm_jax.layers import Block, Dropout, Embedding, LayerNorm, Linear, Memory, RMSNorm
 from ralm_jax.sharding import constrain
@@ -102,13 +103,13 @@ class Decoder(nnx.Module):
     def hidden(
         self,
         tokens: Int[Array, "B T"],
-        valid: Bool[Array, "B T"] | None = None,
+        valid: Valid | None = None,
         memory: Memory | None = None,
         *,
         remat: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm; `valid` marks real tokens where there is padding, `memory` has what came
-        before `tokens`; `remat` as for `scan_layers`."""
+        """Hidden states after the final norm; `valid` marks real tokens where there is padding, or numbers the
+        documents of a window, as for `attend`; `memory` has what came before `tokens`; `remat` as for `scan_layers`."""
 
     def logits(self, hidden: Float[Array, "B R D"]) -> Float[Array, "B R V"]:
         """Float32 logits of any positions' hidden states; -inf for what pads the vocabulary."""
@@ -117,5 +118,5 @@ class Decoder(nnx.Module):
         padding = jnp.arange(logits.shape[2])[None, None] >= self.vocab_size
         return logits if logits.shape[2] == self.vocab_size else jnp.where(padding, -jnp.inf, logits)
 
-    def __call__(self, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Int[Array, "B T"], valid: Valid | None = None) -> Float[Array, "B T V"]:
         return self.logits(self.hidden(tokens, valid))

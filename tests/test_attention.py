@@ -27,6 +27,7 @@ class Case:
     kv_heads: int = 2
     causal: bool = True
     padded: bool = True
+    documents: bool = False
     window: int | None = None
     past: int = 0
     dtype: str = "float32"
@@ -35,6 +36,7 @@ class Case:
         """q, k, v, and what `attend` takes by name."""
         rng = np.random.default_rng(self.length)
         real = padding(self.length, rng) if self.padded else np.ones((2, self.length), bool)
+        real = packed(self.length, rng) if self.documents else real
         batch = len(real)
         shapes = [(batch, self.length, n, 8) for n in (self.heads, self.kv_heads, self.kv_heads)]
         arrays = [jnp.asarray(rng.normal(size=shape), self.dtype) for shape in shapes]
@@ -64,6 +66,15 @@ def padding(length, rng):
     return real
 
 
+def packed(length, rng):
+    """The document of each token: of three sequences with several, of which the last has padding; of one with one, and
+    of nothing but padding."""
+    numbers = 1 + np.sort(rng.integers(0, 4, (5, length)), axis=1)
+    numbers[2, length - length // 3 :] = 0
+    numbers[3:] = [[1], [0]]
+    return numbers.astype(np.int32)
+
+
 def reference(q, k, v, cotangent, *, scale, causal, valid=None, window=None, past=None):
     """The output, and the gradients of its product with `cotangent`, in float64 NumPy."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -79,7 +90,8 @@ def reference(q, k, v, cotangent, *, scale, causal, valid=None, window=None, pas
         real = np.concatenate([before, real], axis=1)
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     distance = np.arange(length)[None, :, None] - places[:, None]
-    mask = real[:, None] & (distance >= 0 if causal else True) & (distance < (np.inf if window is None else window))
+    seen = real[:, None] if real.dtype == bool else real[:, :, None] == real[:, None]
+    mask = seen & (distance >= 0 if causal else True) & (distance < (np.inf if window is None else window))
 
     scores = np.where(mask[:, None], scale * np.einsum("btnh,bsnh->bnts", q, k), -np.inf)
     weights = np.exp(scores - scores.max(axis=3, keepdims=True, initial=-1e9))
@@ -97,6 +109,9 @@ CASES = {
     "both ways, a part": Case(causal=False, padded=False),
     "padding": Case(heads=6),
     "both ways, padding": Case(128, causal=False),
+    "documents": Case(300, heads=6, documents=True),
+    "both ways, documents": Case(documents=True, causal=False),
+    "documents, window": Case(documents=True, window=20),
     "window": Case(window=20),
     "both ways, window": Case(causal=False, window=20, padded=False),
     "past": Case(past=37, padded=False),
@@ -144,9 +159,11 @@ def test_values_and_gradients_against_numpy(impl, name):
         return output, back(cotangent.astype(output.dtype))
 
     cotangent = np.random.default_rng(0).normal(size=arrays[0].shape).astype(np.float32)
-    read = np.asarray(named["valid"]) if case.padded else np.ones(cotangent.shape[:2], bool)
+    read = np.asarray(named["valid"]) > 0 if case.padded else np.ones(cotangent.shape[:2], bool)
     cotangent[~read] = 0  # as nobody reads these rows
     refusals = [text for option, text in KERNELS_REFUSE.items() if option in named and impl != "xla"]
+    if case.documents and impl == "cudnn":
+        refusals = ["does not keep the documents of a window apart"]
     if refusals:
         with pytest.raises(UsageError, match=rf"^attention {impl} {refusals[0]}.*; use auto or xla"):
             run(arrays, cotangent)
@@ -243,6 +260,9 @@ def test_a_kernel_that_cannot_run_there_says_why(impl, platform, dtype, head_dim
         ("gpu", "float32", {}, "xla"),
         ("cpu", "bfloat16", {}, "xla"),
         ("tpu", "bfloat16", {"window": jnp.array(3)}, "xla"),
+        ("tpu", "bfloat16", {"valid": jnp.ones((1, 5), jnp.int32)}, "splash"),
+        ("gpu", "bfloat16", {"valid": jnp.ones((1, 5), jnp.int32)}, "xla"),
+        ("gpu", "bfloat16", {"valid": jnp.ones((1, 5), bool)}, "cudnn"),
     ],
 )
 def test_auto_takes_what_the_devices_have(monkeypatch, platform, dtype, named, chosen):

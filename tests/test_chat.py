@@ -53,10 +53,9 @@ def save(folder, template=None, *, bos=False, **config):
 @pytest.mark.parametrize("ask", [True, False])
 @pytest.mark.parametrize("messages", [TALK, TALK[:3], TALK[1:2]], ids=["four", "three", "one"])
 def test_as_transformers(tmp_path, template, ask, messages):
-    from transformers import AutoTokenizer
-
+    transformers = pytest.importorskip("transformers")
     folder = save(tmp_path / "t", template)
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=ask
     )
     assert render(load_tokenizer(folder), messages, ask=ask) == theirs

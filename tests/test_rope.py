@@ -43,6 +43,11 @@ def test_positions_skip_left_padding():
     assert token_positions(None, (2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
+def test_positions_begin_anew_at_each_document():
+    numbers = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [2, 2, 2, 2, 2, 2, 2, 2]])
+    assert token_positions(numbers, (2, 8)).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [*range(8)]]
+
+
 def test_bfloat16_has_few_positions_and_phases_have_all():
     """Of 16,384 positions bfloat16 has 1,025; interpolated phases tell every two neighbours apart."""
     every = jnp.arange(16384, dtype=jnp.int32)

@@ -13,10 +13,14 @@ from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import make_mesh, on_mesh
 from tests import tiny
 from train import causal
+from train.context import token_nll
+from train.data import stack
 from train.loop import Task, compiled_step, new_state
 from train.optim import make_optimizer
+from train.windows import Piece, make_windows
 
 WINDOW = 24
+FAMILIES = ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neo", "gptj", "opt-350m"))]
 
 
 def windows(batch=2, window=WINDOW, seed=0):
@@ -26,6 +30,19 @@ def windows(batch=2, window=WINDOW, seed=0):
     weight = rng.integers(0, 3, (batch, window)).astype(np.float32)
     weight[-1, window // 2 :] = 0
     return causal.Batch(*map(jnp.asarray, (text[:, :-1], text[:, 1:], weight)))
+
+
+def packed():
+    """Documents of 11, 3, 14 and 9 labels: in two windows, and each in a window of its own."""
+    rng, pieces = np.random.default_rng(0), []
+    for size in (11, 3, 14, 9):
+        tokens = rng.integers(0, tiny.GPT2.vocab_size, size + 1).astype(np.int32)
+        pieces.append(Piece(tokens, rng.random(size) > 0.3))
+    return [
+        stack([windows(row) for row in range(len(windows))])
+        for together in (True, False)
+        for windows in make_windows([pieces], 32, together=together)
+    ]
 
 
 def plain(graphdef):
@@ -43,9 +60,33 @@ def rows_at_once(monkeypatch, rows, batch, vocabulary=tiny.GPT2.vocab_size):
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * vocabulary * batch * rows)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-neo", "gptj", "opt-350m"))]
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt-neo", "gptj", "opt-350m"])
+def test_documents_that_share_a_window_do_not_see_each_other(name, one_device):
+    reader, (together, alone) = tiny.reader(tiny.READERS[name]), packed()
+    assert (together.documents.max(axis=1).tolist(), alone.documents) == ([3, 1], None)
+    found, expected = (
+        np.asarray(token_nll(reader.graphdef, reader.state, batch, one_device)[0]) for batch in (together, alone)
+    )
+    row = 0
+    for window, numbers in enumerate(together.documents):
+        for number in range(1, numbers.max() + 1):
+            nll = found[window, numbers == number]
+            np.testing.assert_allclose(nll, expected[row, : len(nll)], atol=1e-5)
+            row += 1
+    assert row == len(alone.tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_they_are_learned_from_as_if_they_stood_alone(name, one_device):
+    reader, batches = tiny.reader(tiny.READERS[name]), packed()
+    gradient = jax.jit(jax.value_and_grad(causal.causal_loss(reader.graphdef, one_device), has_aux=True))
+    (loss, gradients), (wanted, others) = (gradient(reader.state, batch, jax.random.key(0)) for batch in batches)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_equals_cross_entropy_by_all_logits_and_so_do_its_gradients(name, monkeypatch, one_device):
     reader, batch = tiny.reader(tiny.READERS[name]), windows()
     rows_at_once(monkeypatch, 7, len(batch.tokens))  # 24 rows in 4 blocks of 6
@@ -117,8 +158,10 @@ def test_gradients_of_the_head_add_up_in_float32(monkeypatch, one_device):
 
 @pytest.mark.slow
 def test_a_reader_learns_a_text_by_heart_on_a_mesh(one_device):
-    """bfloat16 computation, float32 state, micro-batches; one device begins with the same losses."""
+    """bfloat16 computation, float32 state, micro-batches, two documents a window; one device begins with the same
+    losses."""
     config, batch = replace(tiny.LLAMA, num_layers=1, vocab_size=130), windows(batch=8)
+    batch = batch._replace(documents=jnp.broadcast_to(jnp.arange(WINDOW) // 12 + 1, batch.tokens.shape))
     settings = TrainSettings(
         steps=15, batch_size=8, micro_batches=2, learning_rate=1e-2, dropout=0.0, dtype="bfloat16", decay="constant"
     )

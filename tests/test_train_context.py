@@ -1,15 +1,12 @@
-"""Longer windows: documents cut without leaks, the extended reader, its tuning, and the command."""
+"""Longer windows: the extended reader, its tuning on documents without leaks, and the command."""
 
 import csv
 import dataclasses
-import gzip
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ralm_jax.cli import main
@@ -21,11 +18,11 @@ from ralm_jax.tokenizer import load_tokenizer
 from tests import tiny
 from train import context as module
 from train.causal import causal_loss
-from train.context import Evaluation, bucket_edges, extended, train_context
+from train.context import Evaluation, bucket_edges, check_attention, extended, train_context
 from train.data import stack
 from train.loop import Task, compiled_step, new_state
 from train.optim import make_optimizer
-from train.windows import cut, read_documents, split
+from train.windows import cut, make_windows
 
 CONFIG = dataclasses.replace(tiny.LLAMA, num_layers=1, max_positions=16)
 SETTINGS = ReaderTrainSettings(
@@ -39,70 +36,30 @@ def documents(lengths=LENGTHS):
     return [tiny.text(length, seed) for seed, length in enumerate(lengths)]
 
 
-def windows(*, bos, length=64, lengths=LENGTHS):
-    return cut(iter(documents(lengths)), tiny.tokenizer(bos=bos), length)
+def windows(*, length=64, lengths=LENGTHS, together=True):
+    (made,) = make_windows([cut(documents(lengths), tiny.tokenizer(bos=True), length)], length, together=together)
+    return made
 
 
-class TestWindows:
-    @pytest.mark.parametrize("bos", [True, False])
-    def test_every_token_is_predicted_once_from_its_own_document(self, bos):
-        tokenizer, made, expected = tiny.tokenizer(bos=bos), windows(bos=bos), []
-        for text in documents():
-            tokens = [*tokenizer.encode(text), *tokenizer.suffix]
-            for begin in range(0 if bos else 1, len(tokens), 64):
-                labels = tokens[begin : begin + 64]
-                expected.append(([tokenizer.bos if bos else tokens[begin - 1], *labels[:-1]], labels))
-        assert len(made) == len(expected)
-        assert made.labels == sum(len(labels) for _, labels in expected)
-        for row, (read, labels) in enumerate(expected):
-            padding = [0] * (64 - len(labels))
-            batch = made(row)
-            assert [*batch.tokens] == [*read, *padding]
-            assert [*batch.labels] == [*labels, *padding]
-            assert [*batch.weight] == [1] * len(labels) + padding
-            assert [str(part.dtype) for part in batch] == ["int32", "int32", "float32"]
+def test_a_batch_has_the_losses_of_its_documents_alone(one_device):
+    reader, tokenizer, lengths = tiny.reader(CONFIG), tiny.tokenizer(bos=True), [40, 3, 17]
+    alone = 0.0
+    for text in documents(lengths):
+        tokens = np.array([*tokenizer.prefix, *tokenizer.encode(text), *tokenizer.suffix])
+        log_probs = jax.nn.log_softmax(reader.logits(tokens[None, :-1]))[0]
+        alone -= float(log_probs[np.arange(len(tokens) - 1), tokens[1:]].sum())
+    made = windows(lengths=lengths)
+    assert len(made) == 1
+    total, weight = jax.jit(causal_loss(reader.graphdef, one_device))(reader.state, stack([made(0)]), jax.random.key(0))
+    assert float(total) == pytest.approx(alone, rel=1e-5)
+    assert weight == 63
 
-    def test_a_batch_has_the_losses_of_its_documents_alone(self, one_device):
-        reader, tokenizer, lengths = tiny.reader(CONFIG), tiny.tokenizer(bos=True), [40, 3, 17]
-        made = windows(bos=True, lengths=lengths)
-        assert len(made) == 3
-        loss = jax.jit(causal_loss(reader.graphdef, one_device))
-        total, weight = loss(reader.state, stack([made(row) for row in range(3)]), jax.random.key(0))
-        alone = 0.0
-        for text in documents(lengths):
-            tokens = np.array([*tokenizer.prefix, *tokenizer.encode(text), *tokenizer.suffix])
-            log_probs = jax.nn.log_softmax(reader.logits(tokens[None, :-1]))[0]
-            alone -= float(log_probs[np.arange(len(tokens) - 1), tokens[1:]].sum())
-        assert float(total) == pytest.approx(alone, rel=1e-5)
-        assert weight == made.labels
 
-    def test_nothing_to_predict(self):
-        with pytest.raises(RalmError, match="nothing to predict"):
-            windows(bos=False, lengths=[1, 1])
-
-    def test_the_last_windows_are_held_out(self):
-        made = windows(bos=True, length=16)
-        training, held = split(made, 0.25, 3)
-        assert len(training) == round(0.75 * len(made))
-        assert len(held) == 3
-        assert held.begins[0] >= training.ends[-1]
-        assert held.ends[-1] == len(made.tokens)
-        assert len(split(made, 0.0, 3)[1]) == 0
-        with pytest.raises(RalmError, match="leave 1 to train on and 0 held out"):
-            split(windows(bos=True, lengths=[10]), 0.1, 3)
-
-    def test_documents_of_files(self, tmp_path):
-        (tmp_path / "book.txt").write_text("ba\nbe")
-        with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
-            file.write('{"text": "da"}\n"de"\n')
-        pq.write_table(pa.table({"text": ["fa", "fe"], "other": [1, 2]}), tmp_path / "rows.parquet")
-        data = [str(tmp_path / name) for name in ("rows.jsonl.gz", "rows.parquet")]
-        assert [*read_documents([str(tmp_path / "book.txt")], data)] == ["ba\nbe", "da", "de", "fa", "fe"]
-        with pytest.raises(UsageError, match=r"book.txt: --data takes .jsonl and .parquet"):
-            [*read_documents([], [str(tmp_path / "book.txt")])]
-        (tmp_path / "bad.jsonl").write_text('{"text": "da"}\n{"texts": "de"}\n')
-        with pytest.raises(RalmError, match=r"bad.jsonl:2: expected a string or an object"):
-            [*read_documents([], [str(tmp_path / "bad.jsonl")])]
+def test_cudnn_has_no_part_in_packed_windows():
+    with pytest.raises(UsageError, match="cudnn does not keep the documents of a window apart; add --no-pack"):
+        check_attention("cudnn", windows())
+    check_attention("cudnn", windows(together=False))
+    check_attention("auto", windows())
 
 
 class TestExtended:
@@ -128,7 +85,7 @@ class TestExtended:
 @pytest.mark.slow
 def test_micro_batches_are_weighted_by_tokens_and_may_have_none(one_device):
     """Windows with 16 labels and with 3, of which a mean of means would not be the mean; then windows with none."""
-    reader, made = tiny.reader(CONFIG), windows(bos=True, length=16, lengths=(15, 2, 4, 1))
+    reader, made = tiny.reader(CONFIG), windows(length=16, lengths=(15, 2, 4, 1), together=False)
     batch, found = stack([made(row) for row in range(4)]), []
     for parts in (1, 4):
         settings = dataclasses.replace(SETTINGS, batch_size=4, micro_batches=parts, learning_rate=1e-3)
@@ -151,21 +108,24 @@ def test_micro_batches_are_weighted_by_tokens_and_may_have_none(one_device):
     jax.tree.map(np.testing.assert_array_equal, reader.state, state.params)
 
 
-def test_perplexity_by_position(one_device):
-    reader, held = tiny.reader(CONFIG), windows(bos=True)
+@pytest.mark.parametrize("together", [True, False])
+def test_perplexity_by_position(one_device, together):
+    """Where documents share a window, the same as where they do not."""
+    reader, held, alone = tiny.reader(CONFIG), windows(together=together), windows(together=False)
+    assert held.marked is together
     edges = bucket_edges(16, 64)
     assert edges == [0, 4, 8, 16, 32, 64]
     found = Evaluation(held, one_device, dataclasses.replace(SETTINGS, batch_size=4), edges)(
         reader.graphdef, reader.state
     )
-    batch = stack([held(row) for row in range(len(held))])
+    batch = stack([alone(row) for row in range(len(alone))])
     logits = np.asarray(jax.nn.log_softmax(reader.logits(batch.tokens)))
     nll = -np.take_along_axis(logits, batch.labels[:, :, None], axis=2)[:, :, 0] * batch.weight
     for (begin, end), perplexity in found.perplexities().items():
         part = slice(begin, end)
         assert perplexity == pytest.approx(np.exp(nll[:, part].sum() / batch.weight[:, part].sum()), rel=1e-4)
-    assert found.tokens.sum() == held.labels
-    assert found.figures()["held_out_loss"] == pytest.approx(nll.sum() / held.labels, rel=1e-5)
+    assert found.tokens.sum() == batch.weight.sum()
+    assert found.figures()["held_out_loss"] == pytest.approx(nll.sum() / batch.weight.sum(), rel=1e-5)
 
 
 def test_buckets_for_any_factor():
@@ -179,10 +139,10 @@ def init(tmp_path_factory):
     return str(tiny.save_model(tmp_path_factory.mktemp("init") / "llama", CONFIG, bos=True))
 
 
-def run(init, out, *, if_exists="refuse", settings=SETTINGS):
+def run(init, out, *, if_exists="refuse", context=CONTEXT):
     said = []
     trained = train_context(
-        init, iter(documents((1500, 40))), str(out), settings=settings, context=CONTEXT, mesh=make_mesh(data=1),
+        init, iter(documents((40, 20, 1500))), str(out), settings=SETTINGS, context=context, mesh=make_mesh(data=1),
         if_exists=if_exists, announce=said.append,
     )  # fmt: skip
     return trained, said
@@ -203,7 +163,7 @@ class TestTraining:
         assert all(float(row["tuned"]) < float(row["interpolated"]) for row in rows)
         assert len({row["as it was"] for row in rows} & {row["interpolated"] for row in rows}) == 0
         assert f"| 32 to 63 | {rows[-1]['tokens']} | {float(rows[-1]['as it was']):.2f} |" in said[-1]
-        assert any("windows of 64 tokens to train on" in line for line in said)
+        assert said[0] == "20 windows of 64 tokens to train on, 0.2% of them padding; 5 held out"
 
     def test_the_reader_is_written_with_its_window(self, straight, init):
         out, trained, _ = straight
@@ -237,7 +197,7 @@ class TestTraining:
     def test_other_documents_are_not_mixed_in(self, straight, init):
         with pytest.raises(RalmError, match="windows_sha256"):
             train_context(
-                init, iter(documents((1500, 41))), str(straight[0]), settings=SETTINGS, context=CONTEXT,
+                init, iter(documents((40, 21, 1500))), str(straight[0]), settings=SETTINGS, context=CONTEXT,
                 mesh=make_mesh(data=1), if_exists="resume",
             )  # fmt: skip
 

@@ -23,17 +23,20 @@ from train.optim import make_optimizer
 
 
 class Batch(NamedTuple):
-    """Windows of text, padded on the right where they are not full: nothing before it sees the padding.
+    """Windows of documents, padded on the right where they are not full: nothing before it sees the padding.
 
     Attributes:
         tokens: B T, int32.
         labels: B T, int32, the token after each.
         weight: B T, float32, 0 where nothing is learned: padding, a prompt.
+        documents: B T, int32, the document of its window that each token is of, from 1 on, and 0 for padding: no
+            document sees another. None where every window has one document.
     """
 
     tokens: Any
     labels: Any
     weight: Any
+    documents: Any = None
 
 
 def causal_loss(
@@ -45,7 +48,7 @@ def causal_loss(
     def loss(params: nnx.State, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         with matmul_precision(jax.tree.leaves(params)[0].dtype):
             model = nnx.merge(graphdef, params)
-            hidden = model.hidden(batch.tokens, remat=True)
+            hidden = model.hidden(batch.tokens, batch.documents, remat=True)
             rows = logits_rows(model.vocab_size, -(-len(hidden) // batch_multiple(mesh)))
             total = cross_entropy(model.logits, hidden, batch.labels, batch.weight, rows)
         return total, batch.weight.sum()

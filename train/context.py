@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from ralm_jax import checkpoint, processes, weights
 from ralm_jax.config import ReaderConfig
@@ -23,6 +23,7 @@ from ralm_jax.hub import TOKENIZER_FILES, locate
 from ralm_jax.model import DTYPES, abstract, config_file
 from ralm_jax.models.llama import LlamaConfig
 from ralm_jax.reader import Reader, load_reader
+from ralm_jax.rope import token_positions
 from ralm_jax.scoring import label_log_probs, logits_rows
 from ralm_jax.settings import AttentionName, ContextSettings, IfExists, ReaderTrainSettings
 from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch, whole
@@ -31,7 +32,7 @@ from ralm_jax.tokenizer import Tokenizer, load_tokenizer
 from train.causal import Batch, causal_loss
 from train.data import ordered_batches, shuffled_batches
 from train.loop import BEST_BY, Task, train
-from train.windows import Examples, cut, split
+from train.windows import Piece, Windows, cut, make_windows, split
 
 MODEL, TABLE = "model", "perplexity.csv"  # in the run's folder
 
@@ -87,12 +88,13 @@ def train_context(
     reader, coder = load_reader(model, mesh=mesh, attention=attention), load_tokenizer(tokenizer or model)
     config = extended(reader.config, context, model)
     graphdef, _ = abstract(reader.family, config, reader.mesh)
-    windows = cut(documents, coder, config.max_positions)
-    check_tokens(windows.tokens, coder, config, model)
-    training, held = split(windows, context.held_out, context.held_out_limit)
-    filled = training.labels / (len(training) * training.length)
+    pieces = cut(documents, coder, config.max_positions)
+    check_tokens(pieces, coder, config, model)
+    training, held = make_windows(split(pieces, context.held_out), config.max_positions, together=context.pack)
+    held = held.spread(context.held_out_limit)
+    check_attention(attention, training)
     announce(
-        f"{len(training):,} windows of {training.length:,} tokens to train on, {1 - filled:.1%} of them padding; "
+        f"{len(training):,} windows of {training.length:,} tokens to train on, {training.padding:.1%} of them padding; "
         f"{len(held):,} held out"
     )
     edges = bucket_edges(reader.config.max_positions, config.max_positions)
@@ -108,7 +110,7 @@ def train_context(
         identity={
             "init_sha256": reader.fingerprint,
             "tokenizer_sha256": coder.fingerprint,
-            "windows_sha256": windows.fingerprint,
+            "windows_sha256": [training.fingerprint, held.fingerprint],
             "context": asdict(context),
         },
         result=MODEL,
@@ -129,12 +131,23 @@ def train_context(
     return trained
 
 
-def check_tokens(tokens: np.ndarray, tokenizer: Tokenizer, config: ReaderConfig, name: str) -> None:
+def check_attention(attention: AttentionName, windows: Windows) -> None:
+    """
+    Raises:
+        UsageError: it would let documents of a window see each other.
+    """
+    if attention == "cudnn" and windows.marked:
+        raise UsageError(
+            "--attention cudnn does not keep the documents of a window apart; add --no-pack, or use auto or xla"
+        )
+
+
+def check_tokens(pieces: Sequence[Piece], tokenizer: Tokenizer, config: ReaderConfig, name: str) -> None:
     """
     Raises:
         RalmError: the reader does not know a token.
     """
-    highest = int(tokens.max(initial=0))
+    highest = max((int(piece.tokens.max(initial=0)) for piece in pieces), default=0)
     if highest >= config.vocab_size:
         raise RalmError(
             f"{tokenizer.origin}: gives token {highest}, the reader {name} knows {config.vocab_size}; name the "
@@ -185,7 +198,7 @@ def bucket_edges(before: int, after: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Held-out negative log-likelihood by position in the window.
+    """Held-out negative log-likelihood by position, counted from where a document begins in its window.
 
     Attributes:
         edges: (n + 1,) where buckets begin, and the end.
@@ -211,7 +224,7 @@ class Buckets:
 class Evaluation:
     """Perplexity on held-out windows, by position."""
 
-    def __init__(self, held: Examples, mesh: Mesh, settings: ReaderTrainSettings, edges: Sequence[int]):
+    def __init__(self, held: Windows, mesh: Mesh, settings: ReaderTrainSettings, edges: Sequence[int]):
         self._held, self._mesh, self._edges = held, mesh, edges
         self._size = settings.batch_size // settings.micro_batches  # what fits into memory
         self._dtype = DTYPES[settings.dtype]
@@ -221,20 +234,23 @@ class Evaluation:
         with on_mesh(self._mesh):
             narrow = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(self._dtype), params))(params)
             for batch in ordered_batches(self._held, len(self._held), self._size):
-                placed = Batch(*(shard_batch(self._mesh, part) for part in batch))
-                nll += whole(position_nll(graphdef, narrow, placed, self._mesh))
-                tokens += batch.weight.sum(axis=0)
+                placed = jax.tree.map(partial(shard_batch, self._mesh), batch)
+                found, places = (whole(part).ravel() for part in token_nll(graphdef, narrow, placed, self._mesh))
+                nll += np.bincount(places, found, self._held.length)
+                tokens += np.bincount(places, batch.weight.ravel(), self._held.length)
         starts = self._edges[:-1]
         return Buckets(self._edges, np.add.reduceat(nll, starts), np.add.reduceat(tokens, starts))
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def position_nll(graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, mesh: Mesh) -> jax.Array:
-    """(T,) float32 negative log-likelihood of the labels at every position, summed over the windows."""
-    places = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+def token_nll(
+    graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, mesh: Mesh
+) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+    """Weighted negative log-likelihood of every label, and the position in its document that it is predicted at."""
+    places = token_positions(None, batch.tokens.shape)
     rows = logits_rows(nnx.merge(graphdef, params).vocab_size, -(-len(batch.tokens) // batch_multiple(mesh)))
-    found = label_log_probs(graphdef, params, batch.tokens, places, batch.labels, rows)
-    return -(found * batch.weight).sum(axis=0)
+    found = label_log_probs(graphdef, params, batch.tokens, places, batch.labels, rows, batch.documents)
+    return -found * batch.weight, token_positions(batch.documents, batch.tokens.shape)
 
 
 def table_lines(columns: dict[str, Buckets]) -> list[str]:

@@ -1,13 +1,16 @@
-"""Windows that a reader learns from: documents as tokens, cut into pieces of one fixed length.
+"""Windows that a reader learns from: documents as tokens, cut into pieces that have room in a window.
 
-A window has text of one document only, and is padded where that ends, so nothing leaks from one document into another.
+Several pieces may share a window. None sees another, and positions begin anew at each, so nothing leaks from one
+document into another.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,95 +42,155 @@ def read_documents(texts: Sequence[str], data: Sequence[str]) -> Iterator[str]:
         yield from (row_text(row, where) for where, row in rows)
 
 
-class Examples(Protocol):
-    """Windows of `length` tokens, by number."""
+class Piece(NamedTuple):
+    """Tokens that stand together in a window: a document, or a part of one that is longer.
 
-    @property
-    def length(self) -> int: ...
+    Attributes:
+        tokens: (n + 1,) int32, what is read, and the label after each.
+        learned: (n,) bool, the labels that count.
+    """
 
-    def __len__(self) -> int: ...
-
-    def __call__(self, row: int) -> Batch: ...
+    tokens: np.ndarray
+    learned: np.ndarray
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Every token of every document is the label of one window; but the first of a document where no BOS stands in
-    front of it.
+    """Windows of `length` tokens, padded where their pieces end.
 
     Attributes:
-        tokens: (n,) int32, of all documents.
-        begins: (W,) the first label of each window.
-        ends: (W,) one past its last.
+        pieces: that they are made of.
+        rows: the numbers of each window's pieces.
         length: T, tokens that a window reads.
-        bos: the token that stands in front of every window; without, there is the token before its first label.
+        marked: whether its batches have `documents`.
     """
 
-    tokens: np.ndarray
-    begins: np.ndarray
-    ends: np.ndarray
+    pieces: Sequence[Piece]
+    rows: Sequence[Sequence[int]]
     length: int
-    bos: int | None
+    marked: bool
 
     def __len__(self) -> int:
-        return len(self.begins)
+        return len(self.rows)
 
     def __call__(self, row: int) -> Batch:
         """Window `row`, without the batch axis."""
-        labels = self.tokens[self.begins[row] : self.ends[row]]
-        first = self.tokens[self.begins[row] - 1] if self.bos is None else self.bos
-        padding = (0, self.length - len(labels))
-        tokens = np.concatenate([[first], labels[:-1]]).astype(np.int32)
-        weight = np.ones(len(labels), np.float32)
-        return Batch(np.pad(tokens, padding), np.pad(labels, padding), np.pad(weight, padding))
+        pieces = [self.pieces[number] for number in self.rows[row]]
+        numbers = [np.full(len(piece.learned), number, np.int32) for number, piece in enumerate(pieces, 1)]
 
-    def only(self, rows: np.ndarray) -> "Windows":
-        return replace(self, begins=self.begins[rows], ends=self.ends[rows])
+        def padded(parts: Sequence[np.ndarray]) -> np.ndarray:
+            joined = np.concatenate(parts)
+            return np.pad(joined, (0, self.length - len(joined)))
+
+        return Batch(
+            padded([piece.tokens[:-1] for piece in pieces]),
+            padded([piece.tokens[1:] for piece in pieces]),
+            padded([piece.learned.astype(np.float32) for piece in pieces]),
+            padded(numbers) if self.marked else None,
+        )
+
+    def spread(self, limit: int) -> "Windows":
+        """At most `limit` of the windows, evenly spread."""
+        kept = np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64)
+        return replace(self, rows=[self.rows[row] for row in kept])
 
     @property
-    def labels(self) -> int:
-        """Labels of all windows; the rest of them is padding."""
-        return int((self.ends - self.begins).sum())
+    def padding(self) -> float:
+        """Share of the windows that is padding."""
+        filled = sum(len(self.pieces[number].learned) for row in self.rows for number in row)
+        return 1 - filled / (len(self) * self.length)
 
     @property
     def fingerprint(self) -> str:
-        parts = (self.tokens, self.begins, self.ends, np.array([self.length, -1 if self.bos is None else self.bos]))
-        return sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+        digest = sha256(self.length.to_bytes(8, "little"))
+        for row in self.rows:
+            digest.update(len(row).to_bytes(8, "little"))
+            for tokens, learned in (self.pieces[number] for number in row):
+                digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes() + learned.tobytes())
+        return digest.hexdigest()
 
 
-def cut(documents: Iterator[str], tokenizer: Tokenizer, length: int) -> Windows:
-    """The windows of all documents, in order; what a tokenizer puts behind a text ends each document.
+def make_windows(sets: Iterable[Sequence[Piece]], length: int, *, together: bool) -> list[Windows]:
+    """Windows of each of several sets of pieces, which share none, in the order of their first pieces.
+
+    Batches have `documents` where any window of any of the sets has several pieces: without, all of them run the
+    program that needs no mask.
+
+    Args:
+        together: put several pieces into a window, as `pack` does; otherwise each has one of its own.
+    """
+    sets = list(sets)
+    packed = [
+        pack([len(piece.learned) for piece in pieces], length) if together else [[n] for n in range(len(pieces))]
+        for pieces in sets
+    ]
+    marked = any(len(row) > 1 for rows in packed for row in rows)
+    return [Windows(pieces, rows, length, marked) for pieces, rows in zip(sets, packed, strict=True)]
+
+
+def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Best-fit decreasing (Ding et al., 2024, "Fewer truncations improve language modeling"): from the largest on,
+    each of `sizes` goes where it leaves the least room of `length`.
+
+    Returns:
+        the numbers in each window, in order; windows are in the order of their first.
+    """
+    windows: list[list[int]] = []
+    rooms: list[int] = []  # that windows have, ascending, each once
+    having: defaultdict[int, list[list[int]]] = defaultdict(list)  # windows by their room
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        place = bisect_left(rooms, sizes[number])
+        if place < len(rooms):
+            room = rooms[place]
+            window = having[room].pop()
+            if not having[room]:
+                del rooms[place]
+        else:
+            room, window = length, []
+            windows.append(window)
+        window.append(number)
+        room -= sizes[number]
+        if not having[room]:
+            insort(rooms, room)
+        having[room].append(window)
+    return sorted(sorted(window) for window in windows)
+
+
+def cut(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> list[Piece]:
+    """Pieces of at most `length` tokens of all documents, in order; what a tokenizer puts behind a text ends each
+    document.
+
+    Every token of a document is the label of one piece; but the first where no BOS stands in front of it. A BOS stands
+    in front of every piece.
 
     Raises:
         RalmError: there is nothing to predict in them, or the tokenizer puts several tokens in front of a text.
     """
-    bos, end = tokenizer.bos, np.array(tokenizer.suffix, np.int32)
-    first = 1 if bos is None else 0  # of a document's tokens, that can be predicted
-    parts, begins, ends, offset = [np.zeros(0, np.int32)], list[int](), list[int](), 0
+    bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.int32)
+    end = np.array(tokenizer.suffix, np.int32)
+    first = 1 - len(bos)  # of a document's tokens, that can be predicted
+    pieces = []
     for document in documents:
         tokens = np.concatenate([tokenizer.encode(document), end])
-        starts = range(offset + first, offset + len(tokens), length)
-        begins += starts
-        ends += (min(start + length, offset + len(tokens)) for start in starts)
-        parts.append(tokens)
-        offset += len(tokens)
-    if not begins:
+        for start in range(first, len(tokens), length):
+            piece = np.concatenate([bos, tokens[start - first : start + length]])
+            pieces.append(Piece(piece, np.broadcast_to(True, len(piece) - 1)))
+    if not pieces:
         raise RalmError("there is nothing to predict in the documents: name others with --text or --data")
-    return Windows(np.concatenate(parts), np.array(begins), np.array(ends), length, bos)
+    return pieces
 
 
-def split(windows: Windows, held_out: float, limit: int) -> tuple[Windows, Windows]:
-    """Windows to train on, and the share `held_out` of them that comes last; at most `limit` of these, evenly spread.
+def split(pieces: Sequence[Piece], held_out: float) -> tuple[Sequence[Piece], Sequence[Piece]]:
+    """Pieces to train on, and the share `held_out` of them that comes last.
 
     Raises:
         RalmError: nothing is left on one of the sides.
     """
-    border = round((1 - held_out) * len(windows))
-    training, held = np.arange(border), np.arange(border, len(windows))
-    if not len(training) or (held_out and not len(held)):
+    border = round((1 - held_out) * len(pieces))
+    training, held = pieces[:border], pieces[border:]
+    if not training or (held_out and not held):
         raise RalmError(
-            f"{len(windows)} windows of {windows.length:,} tokens leave {len(training)} to train on and {len(held)} "
-            "held out; name more text, or change --held-out"
+            f"the documents' {len(pieces)} pieces leave {len(training)} to train on and {len(held)} held out; name "
+            "more text, or change --held-out"
         )
-    spread = np.linspace(0, len(held) - 1, min(limit, len(held))).round().astype(np.int64)
-    return windows.only(training), windows.only(held[spread])
+    return training, held

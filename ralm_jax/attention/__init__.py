@@ -9,14 +9,14 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ralm_jax.attention import kernels
-from ralm_jax.attention.xla import Past, attend_xla
+from ralm_jax.attention.xla import Past, Valid, attend_xla
 from ralm_jax.errors import UsageError
 from ralm_jax.settings import AttentionName
 
-__all__ = ["IMPLEMENTATIONS", "Past", "attend", "check_device"]
+__all__ = ["IMPLEMENTATIONS", "Past", "Valid", "attend", "check_device"]
 
 IMPLEMENTATIONS = get_args(AttentionName)
 KERNELS = {"splash": kernels.splash, "cudnn": kernels.cudnn}
@@ -28,7 +28,7 @@ def attend(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
-    valid: Bool[Array, "B T"] | None = None,
+    valid: Valid | None = None,
     causal: bool = True,
     window: Int[Array, ""] | None = None,
     past: Past | None = None,
@@ -40,7 +40,8 @@ def attend(
     NaN), which nobody reads.
 
     Args:
-        valid: real tokens, for batches with padding; None if every token is real.
+        valid: real tokens, for batches with padding; None if every token is real. Integers are the number of the
+            document that each token is of, 0 for padding: a token sees those of its own alone. Not with `past`.
         causal: a query sees itself and what is before it; False for encoders.
         window: it sees the last so many of these; None for all. An array, so that the layers of a scan may differ.
         past: what came before the T tokens; every query sees it, as far as `window` reaches.
@@ -51,7 +52,7 @@ def attend(
         UsageError: the one that is named cannot do this.
     """
     refusals = {
-        name: device_refusal(name, current_platform(), q.dtype, q.shape[-1]) or case_refusal(q, window, past)
+        name: device_refusal(name, current_platform(), q.dtype, q.shape[-1]) or case_refusal(name, valid, window, past)
         for name in KERNELS
     }
     if impl == "auto":
@@ -101,8 +102,10 @@ def device_refusal(impl: str, platform: str, dtype: DTypeLike, head_dim: int) ->
     return None
 
 
-def case_refusal(q: Float[Array, "B T N H"], window: Int[Array, ""] | None, past: Past | None) -> str | None:
+def case_refusal(impl: str, valid: Valid | None, window: Int[Array, ""] | None, past: Past | None) -> str | None:
     """Why a kernel cannot do this, on whatever device."""
+    if impl == "cudnn" and valid is not None and valid.dtype != bool:
+        return "does not keep the documents of a window apart"
     if window is not None:
         return "does not limit how far back a layer sees, as GPT-Neo's do"
     if past is not None:

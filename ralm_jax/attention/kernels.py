@@ -1,6 +1,7 @@
 """Attention by kernels that others wrote: splash for TPUs (Pallas), flash attention of cuDNN for GPUs.
 
-Both take padding on either side, or inside. Neither forms a T x T array, in the backward pass either.
+Both take padding on either side, or inside, and splash the documents of a window. Neither forms a T x T array, in the
+backward pass either.
 """
 
 import math
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from ralm_jax.attention.xla import Valid
 from ralm_jax.sharding import RULES
 
 LANES = 128  # the kernel's blocks are multiples of it
@@ -23,7 +25,7 @@ def splash(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
-    valid: Bool[Array, "B T"] | None,
+    valid: Valid | None,
     causal: bool,
 ) -> Float[Array, "B T N H"]:
     """Each device of the current mesh runs the kernel on its part of the batch and of the heads."""
@@ -33,7 +35,7 @@ def splash(
     padding = count * block - length
     if valid is None and not causal and padding:
         valid = jnp.ones((batch, length), bool)  # of causal ones no token sees what is behind it
-    # a token sees those of its own segment: real tokens, or padding
+    # a token sees those of its own segment: real tokens or a document, or padding
     segments = None if valid is None else jnp.pad(valid.astype(jnp.int32), ((0, 0), (0, padding)))
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q * scale, k, v))
 

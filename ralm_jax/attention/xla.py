@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+Valid = Bool[Array, "B T"] | Int[Array, "B T"]  # real tokens, or the document of each; as `ralm_jax.attention.attend`
 
 BLOCK = 128
 MAX_BLOCKS = 32  # the blocks are unrolled: no more of them, to keep compilation short
@@ -39,7 +41,7 @@ def attend_xla(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
-    valid: Bool[Array, "B T"] | None,
+    valid: Valid | None,
     causal: bool,
     window: Int[Array, ""] | None,
     past: Past | None,
@@ -54,7 +56,7 @@ def in_blocks(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
-    valid: Bool[Array, "B T"] | None,
+    valid: Valid | None,
     causal: bool,
     window: Int[Array, ""] | None,
     past: Past | None,
@@ -77,7 +79,7 @@ def in_blocks(
         if window is not None:
             mask = mask & (distance < window)
         if valid is not None:
-            mask = mask & valid[:, None, :seen]
+            mask = mask & readable(valid[:, start:stop], valid[:, :seen])
         if past is not None:
             before = jnp.einsum("bkth,bkhp->bktp", query, past.keys, preferred_element_type=jnp.float32)
             scores = jnp.concatenate([before, scores], axis=3)
@@ -102,6 +104,11 @@ def in_blocks(
     return merged.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
 
 
+def readable(queries: Shaped[Array, "B t"], keys: Shaped[Array, "B s"]) -> Bool[Array, "B _ s"]:
+    """Which keys a query may see for what `Valid` says of both: real ones, or those of its own document."""
+    return keys[:, None] if keys.dtype == bool else queries[:, :, None] == keys[:, None]
+
+
 def past_mask(valid: Bool[Array, "B P"], start: int, stop: int, window: Int[Array, ""] | None) -> Bool[Array, "B t P"]:
     """What queries `start` … `stop`, counted after the past, see of it."""
     mask = jnp.broadcast_to(valid[:, None], (valid.shape[0], stop - start, valid.shape[1]))
@@ -120,7 +127,7 @@ def in_loops(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
-    valid: Bool[Array, "B T"] | None,
+    valid: Valid | None,
     causal: bool,
     window: Int[Array, ""] | None,
     past: Past | None,
@@ -130,6 +137,7 @@ def in_loops(
     batch, length, heads, head_dim = q.shape
     kv_heads, dtype = k.shape[2], v.dtype
     valid = jnp.ones((batch, length), bool) if valid is None else valid
+    documents = None if valid.dtype == bool else blocks(valid)
     places = jnp.broadcast_to(jnp.arange(length), (batch, length))
     before = 0
     if past is not None:
@@ -146,15 +154,15 @@ def in_loops(
     starts = LONG_BLOCK * jnp.arange(len(queries))
     columns = (LONG_BLOCK * jnp.arange(len(keys)) - before, keys, values, blocks(places), blocks(valid))
 
-    def rows(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        start, query = block
+    def rows(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        start, query, own_documents = block
         own = start + jnp.arange(LONG_BLOCK)
         state = (jnp.full(query.shape[:-1], MASKED), jnp.zeros(query.shape[:-1]), jnp.zeros(query.shape))
 
         def meet(state: Any, column: Any) -> tuple[Any, None]:
             first, key, value, there, real = column
             distance = own[None, :, None] - there[:, None]  # B t s
-            mask = jnp.broadcast_to(real[:, None], distance.shape)
+            mask = jnp.broadcast_to(readable(real if own_documents is None else own_documents, real), distance.shape)
             seen = jnp.array(True)  # whether any query of the block can see any key of this one
             if causal:
                 mask, seen = mask & (distance >= 0), first < start + LONG_BLOCK
@@ -182,7 +190,7 @@ def in_loops(
         (_, total, output), _ = jax.lax.scan(jax.checkpoint(meet, prevent_cse=False), state, columns)
         return (output / total[..., None]).astype(dtype)
 
-    out = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (starts, queries))
+    out = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (starts, queries, documents))
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, head_dim)[:, :length]
 
 

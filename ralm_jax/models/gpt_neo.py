@@ -7,8 +7,9 @@ from typing import Any, Self
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from ralm_jax.attention import Valid
 from ralm_jax.config import ConfigFile, ReaderConfig, equal_heads
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, norm, to_heads
 from ralm_jax.layers import ACTIVATIONS, Memory, Positions
@@ -83,7 +84,7 @@ class GPTNeo(Decoder):
     def hidden(
         self,
         tokens: Int[Array, "B T"],
-        valid: Bool[Array, "B T"] | None = None,
+        valid: Valid | None = None,
         memory: Memory | None = None,
         *,
         remat: bool = False,

@@ -7,8 +7,9 @@ from typing import Any, Self
 
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from ralm_jax.attention import Valid
 from ralm_jax.config import ConfigFile, ReaderConfig
 from ralm_jax.keys import HEAD, Family, Key, from_heads, linear, to_heads
 from ralm_jax.layers import ACTIVATIONS, Memory, RMSNorm
@@ -100,7 +101,7 @@ class Llama(Decoder):
     def hidden(
         self,
         tokens: Int[Array, "B T"],
-        valid: Bool[Array, "B T"] | None = None,
+        valid: Valid | None = None,
         memory: Memory | None = None,
         *,
         remat: bool = False,
