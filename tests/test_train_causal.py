@@ -15,8 +15,9 @@ from tests import tiny
 from train import causal
 from train.context import token_nll
 from train.data import stack
-from train.loop import Task, compiled_step, new_state
+from train.loop import Task, compiled_step
 from train.optim import make_optimizer
+from train.state import new_state
 from train.windows import Piece, make_windows
 
 WINDOW = 24

@@ -20,8 +20,9 @@ from train import context as module
 from train.causal import causal_loss
 from train.context import Evaluation, bucket_edges, check_attention, extended, train_context
 from train.data import stack
-from train.loop import Task, compiled_step, new_state
+from train.loop import Task, compiled_step
 from train.optim import make_optimizer
+from train.state import new_state
 from train.windows import cut, make_windows
 
 CONFIG = dataclasses.replace(tiny.LLAMA, num_layers=1, max_positions=16)

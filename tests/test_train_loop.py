@@ -23,8 +23,11 @@ from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import make_mesh
 from ralm_jax.weights import flat_state, unpadded
 from tests import tiny
-from train.loop import CHECKPOINTS, METRICS, Checkpoints, Task, Terminated, compiled_step, new_state, train
+from train.checkpoints import Checkpoints
+from train.loop import CHECKPOINTS, Task, Terminated, compiled_step, train
+from train.metrics import METRICS
 from train.optim import make_optimizer
+from train.state import new_state
 
 FEATURES, BATCH = 8, 16
 SETTINGS = TrainSettings(

@@ -27,9 +27,10 @@ from tests import tiny
 from train import reranker as module
 from train.collect import collect
 from train.data import PairMaker, held_out_batches, read_examples, split, training_batches
-from train.loop import compiled_step, new_state
+from train.loop import compiled_step
 from train.optim import make_optimizer
 from train.reranker import Evaluation, choice_figures, reranker_loss, train_reranker
+from train.state import new_state
 
 PAIRS = RerankerSettings(k=4, pair_tokens=48, prefix_tokens=12, held_out=0.25)
 SETTINGS = TrainSettings(steps=6, batch_size=8, learning_rate=1e-3, check_every=3, log_every=2, dropout=0.1)

@@ -18,8 +18,9 @@ from ralm_jax.plan import Program, Work
 from ralm_jax.scoring import logits_rows
 from ralm_jax.settings import TrainSettings
 from ralm_jax.sharding import batch_multiple, constrain
-from train.loop import Task, abstract_state, compiled_step
+from train.loop import Task, compiled_step
 from train.optim import make_optimizer
+from train.state import abstract_state
 
 
 class Batch(NamedTuple):

@@ -30,8 +30,9 @@ from ralm_jax.sharding import batch_multiple, on_mesh, shard_batch, whole
 from ralm_jax.text import write_text
 from ralm_jax.tokenizer import Tokenizer, load_tokenizer
 from train.causal import Batch, causal_loss
+from train.checkpoints import BEST_BY
 from train.data import ordered_batches, shuffled_batches
-from train.loop import BEST_BY, Task, train
+from train.loop import Task, train
 from train.windows import Piece, Windows, cut, make_windows, split
 
 MODEL, TABLE = "model", "perplexity.csv"  # in the run's folder

@@ -5,11 +5,7 @@ from its last checkpoint therefore does what it would have done; SIGTERM, which 
 makes one. Of several processes each makes all of a batch and places what is on its devices; the first writes.
 """
 
-import csv
 import functools
-import io
-import itertools
-import json
 import shutil
 import signal
 import threading
@@ -17,28 +13,27 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ralm_jax import processes
-from ralm_jax.errors import RalmError, UsageError, first_line
+from ralm_jax.errors import RalmError, UsageError
 from ralm_jax.model import DTYPES
 from ralm_jax.settings import IfExists, TrainSettings
 from ralm_jax.sharding import AXES, batch_multiple, on_mesh, shard_batch
 from ralm_jax.storage import Folder
-from ralm_jax.text import write_text
+from train.checkpoints import Checkpoints
+from train.metrics import Metrics
 from train.optim import learning_rate, make_optimizer
+from train.state import State, new_state
 
 KIND = "training run"
-CHECKPOINTS, METRICS, TENSORBOARD = "checkpoints", "metrics.csv", "tensorboard"
-BEST_BY = "held_out_loss"
-UNFINISHED = ".orbax-checkpoint-tmp"  # behind the step, while Orbax writes its checkpoint
+CHECKPOINTS = "checkpoints"  # in the run's folder
 
 Batch = Any  # a pytree of arrays with a leading axis of examples
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, jax.Array]]
@@ -50,14 +45,6 @@ class Terminated(RalmError):
     exit_code = 128 + signal.SIGTERM
 
 
-class State(NamedTuple):
-    """What a step changes: parameters and optimiser state in float32, and the steps that are done."""
-
-    params: Any
-    optimizer: Any
-    step: Any
-
-
 @dataclass(frozen=True)
 class Task:
     """What is trained.
@@ -67,8 +54,8 @@ class Task:
         loss: of (params, batch, key), the sum of the examples' losses and the sum of their weights. Parameters come in
             the dtype of the computation.
         batches: the batches from a step to the last, NumPy; every one the same shapes.
-        evaluate: figures of (params) on held-out examples; the lowest `BEST_BY` makes the best checkpoint. None where
-            nothing is held out: then it is the last.
+        evaluate: figures of (params) on held-out examples; the lowest `checkpoints.BEST_BY` makes the best checkpoint.
+            None where nothing is held out: then it is the last.
         identity: what the run is a function of beside its settings; a run is resumed only where it agrees.
         result: the folder in the run's that is written when it is done; overwriting a run removes it first.
     """
@@ -80,37 +67,6 @@ class Task:
     evaluate: Callable[[Any], Mapping[str, float]] | None
     identity: dict[str, Any]
     result: str = "model"
-
-
-def first_state(params: Any, optimizer: optax.GradientTransformation) -> State:
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return State(wide, optimizer.init(wide), jnp.zeros((), jnp.int32))
-
-
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
-    """`new_state` as shapes, dtypes and shardings; nothing is allocated, and `params` may be such as well."""
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.eval_shape(functools.partial(first_state, optimizer=optimizer), params)
-    kept = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        shapes.optimizer,
-        shardings,
-        transform_non_params=lambda _: replicated,
-    )
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        State(shardings, kept, replicated),
-    )
-
-
-def new_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
-    """The state before the first step. What the optimiser keeps of a parameter lies where the parameter does."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh))
-    with on_mesh(mesh):
-        return jax.jit(functools.partial(first_state, optimizer=optimizer), out_shardings=shardings)(params)
 
 
 def make_step(
@@ -286,227 +242,3 @@ class Termination:
 def run_settings(settings: TrainSettings) -> dict[str, Any]:
     """What decides the result; how often it is looked at does not."""
     return {"training": {name: value for name, value in vars(settings).items() if name != "log_every"}}
-
-
-class CompleteSteps:
-    """Orbax's names of checkpoints. What is not a whole checkpoint is passed over, and so neither restored nor deleted,
-    whatever it is called: Orbax takes any folder with a number for one, and saves none of an earlier step."""
-
-    def __init__(self, names: Any):
-        self._names = names
-
-    def build_name(self, step: int) -> str:
-        return self._names.build_name(step)
-
-    def find_all(self, folder: Any) -> Any:
-        return (found for found in self._names.find_all(folder) if is_complete(Path(found.path)))
-
-    def find_step(self, folder: Any, step: int) -> Any:
-        return self._names.find_step(folder, step)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether Orbax has come to the end of writing it, which it says last."""
-    try:
-        about = json.loads((checkpoint / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
-        return bool(about["commit_timestamp_nsecs"]) and (checkpoint / "default" / "_METADATA").is_file()
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-class Checkpoints:
-    """The last two checkpoints and the best; unfinished ones do not count."""
-
-    def __init__(self, folder: Path, *, fresh: bool):
-        import orbax.checkpoint as ocp
-        from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
-
-        self._ocp, self._folder = ocp, folder.absolute()
-        best = keep.BestN(get_metric_fn=lambda figures: -figures[BEST_BY], n=1, keep_checkpoints_without_metrics=False)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(2), best]),
-            best_fn=lambda figures: figures[BEST_BY],
-            best_mode="min",
-            step_name_format=CompleteSteps(ocp.path.step.standard_name_format()),
-        )
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
-        )
-        processes.once(self._remove_unfinished)
-        if fresh:
-            for step in self._manager.all_steps():
-                self._manager.delete(step)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._manager.close()
-
-    def _remove_unfinished(self) -> None:
-        """Removes what a killed run was writing; Orbax's own clean-up takes everything whose name looks like that."""
-        for path in self._folder.glob(f"*{UNFINISHED}"):
-            if path.name.removesuffix(UNFINISHED).isdecimal():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def finish(self) -> None:
-        """Waits until all that was saved is on disk, in every process."""
-        self._manager.wait_until_finished()
-        processes.wait()
-
-    def latest(self) -> int | None:
-        return self._manager.latest_step()
-
-    def best(self) -> int:
-        self._manager.wait_until_finished()
-        return self._manager.best_step()
-
-    def save(self, step: int, state: State, figures: Mapping[str, float]) -> None:
-        """Goes on in the background; the state may be donated meanwhile.
-
-        Raises:
-            RalmError: something else is where the checkpoint goes.
-        """
-        where = self._folder / str(step)
-        if where.exists() and not is_complete(where):
-            raise RalmError(f"{where}: is in the way and not a whole checkpoint; move it elsewhere and add --resume")
-        self._manager.save(step, args=self._ocp.args.StandardSave(named(state)), metrics=dict(figures) or None)
-
-    def restore(self, step: int, state: State) -> State:
-        """The checkpoint of `step`, placed as `state` is; a vocabulary may be padded for another mesh.
-
-        Raises:
-            RalmError: it is damaged, or of other parameters.
-        """
-        self._manager.wait_until_finished()
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        where = self._folder / str(step)
-        try:
-            stored = {name: tuple(x.shape) for name, x in self._manager.item_metadata(step).items()}
-            known = {name: x.shape for name, x in named(wanted).items()}
-            fits = beside_vocabulary(state, stored) == beside_vocabulary(state, known)
-            # where it is not strict, Orbax cuts off or fills up with zeros
-            found = self._manager.restore(step, args=self._ocp.args.StandardRestore(named(wanted), strict=not fits))
-        except Exception as error:  # Orbax raises whatever its stores do
-            raise RalmError(
-                f"{where}: cannot be restored ({first_line(error)}); delete it to go on before it"
-            ) from None
-        return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in named(state)])
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def beside_vocabulary(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Of the `shapes` of `named(state)`, all but the size of a vocabulary, which is padded to what a mesh needs."""
-    kept = dict(shapes)
-    variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    for name, leaf in zip(named(state), variables, strict=True):
-        axes = leaf.get_metadata("out_sharding") if isinstance(leaf, nnx.Variable) else ()
-        if "vocab" in axes and name in kept:
-            kept[name] = tuple(size for axis, size in zip(axes, kept[name], strict=True) if axis != "vocab")
-    return kept
-
-
-class Metrics:
-    """Figures of every step in metrics.csv, and for TensorBoard where tensorboardX is installed, by process 0."""
-
-    TRAINED = ("loss", "learning_rate", "gradient_norm", "seconds", "data_wait")
-
-    def __init__(self, root: Path, done: int | None, announce: Callable[[str], None], settings: TrainSettings):
-        self._path, self._settings, self._writes = root / METRICS, settings, processes.first()
-        self._announce = announce if self._writes else lambda line: None
-        self._columns: list[str] = []
-        self._rows: list[dict[str, Any]] = []
-        self._since, self._waited, self._recent = time.perf_counter(), 0.0, list[dict[str, Any]]()
-        self._board = tensorboard(root / TENSORBOARD, done) if self._writes else None
-        if self._writes and done is not None and self._path.exists():
-            with self._path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                kept = list(itertools.takewhile(lambda row: int(row["step"]) <= done, reader))
-                self._columns = list(reader.fieldnames or ())
-            write_text(str(self._path), self._lines(kept, header=True))
-
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.flush()
-        if self._board is not None:
-            self._board.close()
-
-    def waited(self, seconds: float) -> None:
-        """The step that runs was kept waiting for data so long."""
-        self._waited += seconds
-
-    def trained(self, step: int, told: Mapping[str, Any]) -> None:
-        """One step's figures; waits until the device has them. `seconds` is since the step before was told, and
-        `data_wait` what of it went by waiting for data, be it for the step after.
-
-        Raises:
-            RalmError: the loss is not finite.
-        """
-        row = {name: float(value) for name, value in told.items()}
-        now = time.perf_counter()
-        row |= {"seconds": now - self._since, "data_wait": self._waited}
-        self._since, self._waited = now, 0.0
-        if not np.isfinite(row["loss"]) or not np.isfinite(row["gradient_norm"]):
-            raise RalmError(f"step {step}: the loss is not finite; try a lower --learning-rate, or float32")
-        self._recent.append(row)
-        if step % self._settings.log_every == 0 or step == self._settings.steps:
-            loss, seconds, wait = (sum(row[name] for row in self._recent) for name in ("loss", "seconds", "data_wait"))
-            count = len(self._recent)
-            self._announce(
-                f"step {step:,} of {self._settings.steps:,}: loss {loss / count:.4f}, {seconds / count:.2f} s a step, "
-                f"{wait / seconds:.1%} of it waiting for data"
-            )
-            self._recent.clear()
-            self.flush()
-        self._add(step, row)  # and perhaps the evaluation after the step
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Held-out figures after a step; all rows are on disk afterwards."""
-        if not self._columns:
-            self._columns = ["step", *self.TRAINED, *figures]
-            if self._writes:
-                write_text(str(self._path), self._lines([], header=True))
-        if figures:
-            self._announce(f"step {step:,}, held out: " + ", ".join(f"{name} {x:.4f}" for name, x in figures.items()))
-        self._add(step, figures)
-        self.flush()
-        self._since, self._waited = time.perf_counter(), 0.0
-
-    def flush(self) -> None:
-        if self._rows and self._writes:
-            with self._path.open("a", newline="", encoding="utf-8") as file:
-                file.write(self._lines(self._rows))
-        self._rows.clear()
-
-    def _add(self, step: int, figures: Mapping[str, float]) -> None:
-        if self._rows and self._rows[-1]["step"] == step:
-            self._rows[-1] |= figures
-        else:
-            self._rows.append({"step": step, **figures})
-        if self._board is not None:
-            for name, value in figures.items():
-                self._board.add_scalar(name, value, step)
-
-    def _lines(self, rows: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, self._columns, lineterminator="\n")
-        if header:
-            writer.writeheader()
-        writer.writerows(rows)
-        return buffer.getvalue()
-
-
-def tensorboard(folder: Path, done: int | None) -> Any:
-    """A writer of TensorBoard's files, which hides what an earlier run wrote after step `done`; None without
-    tensorboardX."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=0 if done is None else done + 1)

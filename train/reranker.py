@@ -25,8 +25,9 @@ from ralm_jax.settings import IfExists, RerankerSettings, RerankSettings, TrainS
 from ralm_jax.sharding import make_mesh, on_mesh, replicated, shard_batch, whole
 from ralm_jax.text import Text
 from ralm_jax.tokenizer import load_tokenizer
+from train.checkpoints import BEST_BY
 from train.data import Batch, Examples, PairMaker, held_out_batches, read_examples, split, training_batches
-from train.loop import BEST_BY, Task, train
+from train.loop import Task, train
 from train.losses import make_loss
 
 MODEL = "model"  # the folder of the result
