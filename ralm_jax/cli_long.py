@@ -24,6 +24,7 @@ from ralm_jax.openai_client import is_api
 from ralm_jax.settings import GenerateSettings, LongPrompts, LongTask, MetricFamily, RougePackage, Truncation, at_least
 
 if TYPE_CHECKING:
+    from eval.long import LongSettings
     from eval.long_chunks import Ranker
     from eval.long_metrics import Metric
     from ralm_jax.generate.generator import Generator
@@ -65,6 +66,10 @@ class LongRetrieval:
             refuse_set(self, "one encoder as --retriever", "query_encoder")
         if set(self.retriever) == {"none"}:
             refuse_set(self, "a --retriever", "top")
+
+    def tops(self, name: str) -> Sequence[int]:
+        """How many chunks of the retriever `name` prompts have; 0 for the document."""
+        return (0,) if name == "none" else distinct("top", self.top or (TOP,))
 
     def ranker(self, name: str, devices: DeviceOptions) -> "Ranker | None":
         """What ranks; None for none. Every process has an encoder of its own.
@@ -130,8 +135,7 @@ class EvalLong:
 
     def run(self) -> None:
         from eval import long, long_report
-        from eval.long_prompts import LONG_PRESETS
-        from eval.tasks import TASKS, read_examples
+        from eval.tasks import read_examples
         from ralm_jax.text import write_text
 
         at_least(1, limit_examples=self.limit_examples, max_new_tokens=self.max_new_tokens)
@@ -145,17 +149,10 @@ class EvalLong:
         }
         opened = self.open_readers()
         cells = [
-            (one, name, long.LongSettings(
-                task, self.prompt_preset, self.chat, self.truncation or LONG_PRESETS[self.prompt_preset].truncation,
-                one[2], top,
-                GenerateSettings(
-                    max_new_tokens=self.max_new_tokens or TASKS[task].new_tokens,
-                    stop=LONG_PRESETS[self.prompt_preset].stop,
-                ),
-            ))
+            (one, name, self.settings(task, one[2], top))
             for task, one, name in product(judges, opened, rankers)
-            for top in (dict.fromkeys(self.retrieval.top or (TOP,)) if rankers[name] else (0,))
-        ]  # fmt: skip
+            for top in self.retrieval.tops(name)
+        ]
         names = [long.cell_name(settings, name) for _, name, settings in cells]
         processes.once(lambda: self.check_folders(names))
         out = Path(self.out).expanduser()
@@ -181,6 +178,16 @@ class EvalLong:
         if len(results) > 1:
             print(f"\n{long_report.format_table(results)}")
         print(f"\nPredictions and scores are in {self.out}.")
+
+    def settings(self, task: LongTask, window: int, top: int) -> "LongSettings":
+        from eval.long import LongSettings
+        from eval.long_prompts import LONG_PRESETS
+        from eval.tasks import TASKS
+
+        preset, new_tokens = LONG_PRESETS[self.prompt_preset], self.max_new_tokens or TASKS[task].new_tokens
+        generate = GenerateSettings(max_new_tokens=new_tokens, stop=preset.stop)
+        truncation = self.truncation or preset.truncation
+        return LongSettings(task, self.prompt_preset, self.chat, truncation, window, top, generate)
 
     def metric(self, task: LongTask) -> "tuple[MetricFamily, Metric, Metric]":
         """Whose rules score a task, the metric, and the one that these rules have unless another package is named.
@@ -234,7 +241,7 @@ class EvalLong:
         several = [first, *(first.with_window(window) for window in windows[1:])]
         return [(local, local.tokenizer, local.window) for local in several]
 
-    def about(self, settings: Any, retriever: str) -> dict[str, Any]:
+    def about(self, settings: "LongSettings", retriever: str) -> dict[str, Any]:
         """The options that a result is told with."""
         options = asdict(self) | {"task": settings.task, "window": settings.window}
         options["retrieval"] |= {"retriever": retriever, "top": settings.top}
