@@ -364,9 +364,9 @@ class TestTwo:
     @pytest.mark.slow
     def test_a_longer_window(self, place):
         """Two processes, four devices each, write a checkpoint together: the reader that one process writes."""
-        tiny.save_model(place / "llama", dataclasses.replace(tiny.LLAMA, num_layers=1, max_positions=16), bos=True)
+        tiny.save_model(place / "short", dataclasses.replace(tiny.LLAMA, num_layers=1, max_positions=16), bos=True)
         command = (
-            "train", "context", "--model", "llama", "--text", "text.txt", "--steps", 2, "--batch-size", 8,
+            "train", "context", "--model", "short", "--text", "text.txt", "--steps", 2, "--batch-size", 8,
             "--held-out", 0.2, "--learning-rate", 1e-2, "--check-every", 1, "--dtype", "float32", "--mesh", "fsdp=2",
         )  # fmt: skip
         ralm(*command, "--out", "longer one")
