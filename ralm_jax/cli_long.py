@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     Opened = tuple[Generator, Tokenizer, int]  # what answers, what cuts its prompts, and its window
 
 TOP, TOPS = 5, (5, 10, 20)
-PAPER_TASKS: tuple[LongTask, ...] = (
-    "qmsum", "qasper", "narrativeqa", "quality", "musique", "hotpotqa", "multifieldqa_en",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,6 +141,7 @@ class EvalLong:
         self.retrieval.check()
         judges = {task: self.metric(task) for task in distinct("task", self.task)}
         examples = {task: read_examples(task, self.data) for task in judges}
+        hashes = {task: long.examples_sha256(every) for task, every in examples.items()}
         rankers = {
             name: self.retrieval.ranker(name, self.reader.devices) for name in dict.fromkeys(self.retrieval.retriever)
         }
@@ -158,11 +156,11 @@ class EvalLong:
         out = Path(self.out).expanduser()
         with self.api.accounting(opened[0][0]):
             for (generator, tokenizer, _), name, settings in cells:
-                every, folder = examples[settings.task], out / long.cell_name(settings, name)
-                asked, about = every[: self.limit_examples], self.about(settings, name)
+                asked, folder = examples[settings.task][: self.limit_examples], out / long.cell_name(settings, name)
+                about = self.about(settings, name)
                 predictions = long.answer_examples(
                     asked, settings, generator, tokenizer, str(folder), ranker=rankers[name], about=about,
-                    data_sha256=long.examples_sha256(every), if_exists=self.rerun.if_exists,
+                    data_sha256=hashes[settings.task], if_exists=self.rerun.if_exists,
                 )  # fmt: skip
                 if not processes.first():
                     continue
@@ -257,7 +255,7 @@ class EvalLengths:
     """Whose tokens: a folder with a tokenizer, a .gguf file or a Hugging Face id."""
     data: str
     """Folder with the public files, or a task's file."""
-    task: tuple[LongTask, ...] = PAPER_TASKS
+    task: tuple[LongTask, ...] = ()
     """The tasks. Default: the seven of the paper's table."""
     retrieval: LongRetrieval = LongRetrieval()
     csv: str | None = None
@@ -267,7 +265,7 @@ class EvalLengths:
     devices: DeviceOptions = DeviceOptions()
 
     def run(self) -> None:
-        from eval import long_lengths
+        from eval import long_lengths, paper_long
         from eval.tasks import read_examples
         from ralm_jax.text import write_text
         from ralm_jax.tokenizer import load_tokenizer
@@ -277,7 +275,7 @@ class EvalLengths:
         self.retrieval.check()
         if len(self.retrieval.retriever) > 1:
             raise UsageError("--retriever: name one, whose chunks are counted")
-        examples = {task: read_examples(task, self.data) for task in distinct("task", self.task)}
+        examples = {task: read_examples(task, self.data) for task in dict.fromkeys(self.task or paper_long.SEVEN)}
         tokenizer = load_tokenizer(self.tokenizer)
         ranker = self.retrieval.ranker(self.retrieval.retriever[0], self.devices)
         found = [

@@ -403,6 +403,11 @@ class TestRefused:
                              "--out", tmp_path / "new")  # fmt: skip
         assert (code, "openai:x: name --window, and the folder of its tokenizer" in line) == (2, True)
 
+    def test_a_server_has_turns_of_its_own(self, capsys, data, tmp_path):
+        code, line = refused(capsys, "eval", "long", "--task", "hotpotqa", "--data", data, "--model", "openai:x",
+                             "--tokenizer", "t", "--window", 300, "--chat", "--out", tmp_path / "new")  # fmt: skip
+        assert (code, "--chat is for a reader on this machine; openai:x has turns of its own" in line) == (2, True)
+
     def test_no_room(self, evaluate, capsys, tmp_path):
         with pytest.raises(SystemExit):
             evaluate("--window", 40)
