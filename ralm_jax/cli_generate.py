@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tyro.conf import create_mutex_group
 
 from ralm_jax import processes
 from ralm_jax.cli_options import APIOptions, ExcludeOptions, ReaderOptions, check_output_file, refuse_set
 from ralm_jax.errors import UsageError
+from ralm_jax.openai_client import is_api
 from ralm_jax.settings import GenerateSettings, QuerySettings, RerankSettings, at_least
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Generate:
                 raise UsageError("--stride, --strategy and the other options of retrieval are for --index")
         elif self.chat:
             raise UsageError("--chat: is not for --index, whose passages stand in front of all that the reader reads")
+        if self.chat and is_api(self.model):
+            raise UsageError("--chat is for a reader on this machine; name a server's as openai-chat:NAME")
         check_output_file(self.json)
         prompts = read_field(self.prompts, "prompt") if self.prompts else [encodable(self.prompt or "", "--prompt")]
         shown = self.prompt is not None and self.json is None and self.attribution != "json"
@@ -138,14 +141,12 @@ class Generate:
         """Prompts as messages of a user, up to the answer.
 
         Raises:
-            UsageError: the reader is a server's, or its tokenizer has no chat template.
+            UsageError: the tokenizer of the reader, which is on this machine, has no chat template.
         """
         from ralm_jax.chat import around
         from ralm_jax.generate.local import LocalGenerator
 
-        if not isinstance(generator, LocalGenerator):
-            raise UsageError("--chat is for a reader on this machine; name a server's as openai-chat:NAME")
-        before, behind = around(generator.tokenizer)
+        before, behind = around(cast(LocalGenerator, generator).tokenizer)
         return [before + prompt + behind for prompt in prompts]
 
     def attributed(self, prompts: list[str], tell: Any) -> Iterator[tuple[dict[str, Any], str]]:

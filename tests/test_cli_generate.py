@@ -121,6 +121,7 @@ class TestRetrieval:
         (["--json", "nowhere/out.jsonl"], "the folder nowhere does not exist"),
         (["--concurrency", "3"], "for a server's model"),
         (["--chat"], "has no chat template"),
+        (["--chat", "--model", "openai:x"], "name a server's as openai-chat:NAME"),
         (["--chat", "--index", "INDEX"], "--chat: is not for --index"),
     ],
 )

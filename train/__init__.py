@@ -1,1 +1,2 @@
-"""Training: rerankers that learn from a frozen reader which passage helps it."""
+"""Training: rerankers that learn from a frozen reader which passage helps it, and readers with longer windows or taught
+to answer."""
